@@ -1,0 +1,305 @@
+"""Attention on two streams: an exact forward over all positions, and a backward through fewer.
+
+    S = softmax(Q K' / sqrt(d)),  A = S V            exact in every mode but "skip"
+
+    "query"   dQ of kept rows; dK, dV of all positions, summed over kept rows    holds Q_kept, K, V, A_kept
+    "qkv"     dQ, dK, dV of kept positions; dQ summed over kept keys             holds Q, K, V, A of kept positions, and their LSE
+    "heads"   dQ, dK, dV of all positions in the kept heads                      holds Q, K, V, A of kept heads
+    "skip"    kept queries see kept keys only: the forward is changed            holds Q, K, V, A of kept positions
+
+"qkv" rests on a property of fused attention: its backward needs of the forward only A and the log-sum-exp of each row. Given the
+kept Q, K, V and the LSE over *all* keys, the fused backward computes exactly the kept-by-kept block of dM = S * (dS - rowsum(dA * A)).
+
+Shapes: B batch, H query heads, G key and value heads (H a multiple of G), n positions, k kept ones, d the head's width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .streams import BRANCH, WHOLE, Merge, Split, Streams, interleave, merge, note, same_layout, split, split_parts
+
+MODES = ("query", "qkv", "heads")
+aten = torch.ops.aten
+
+
+# Plain attention, in the forms needed here
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None) -> Tensor:
+    """torch's own attention. Grouped queries (H > G) become more rows of the same head, which needs no copies of keys."""
+    heads, groups = q.shape[1], k.shape[1]
+    if heads == groups:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
+    if causal:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    each = heads // groups
+    rows = q.unflatten(1, (groups, each)).flatten(2, 3)
+    if mask is not None and mask.shape[-2] != 1:
+        if mask.ndim == 4 and mask.shape[1] == heads:
+            mask = mask.unflatten(1, (groups, each)).flatten(2, 3)
+        else:
+            mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], each, *mask.shape[-2:]).flatten(-3, -2)
+    out = F.scaled_dot_product_attention(rows, k, v, mask, dropout_p, scale=scale)
+    return out.unflatten(2, (each, q.shape[2])).flatten(1, 2)
+
+
+def token_major(x: Tensor) -> Tensor:
+    """(B, H, n, d) laid out by tokens in a storage of its own, so that holding it does not hold a fused projection."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _mask_rows(mask: Tensor | None, causal: bool, q: Streams, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The mask's rows for kept and for dropped queries."""
+    if causal:
+        order = torch.arange(keys, device=q.device)
+        return q.at.kept.unsqueeze(1) >= order, q.at.dropped.unsqueeze(1) >= order
+    if mask is None or mask.shape[-2] == 1:
+        return mask, mask
+    return split_parts(mask, q.at, mask.ndim - 2)
+
+
+def _whole(x: Streams | Tensor) -> Tensor:
+    return merge(x) if isinstance(x, Streams) else x
+
+
+# The modes
+
+
+def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """F.scaled_dot_product_attention on Streams."""
+    q = query
+    if not isinstance(q, Streams) or q.kept.ndim != 4 or q.axis != 2 or q.span != 1 or q.outer != 1 or isinstance(attn_mask, Streams):
+        return NotImplemented
+    mode = q.site.attention
+    together = isinstance(key, Streams) and isinstance(value, Streams) and same_layout(q, key) and same_layout(q, value)
+    if mode == "skip":
+        return _skip(q, key, value, attn_mask, dropout_p, is_causal, scale) if together else NotImplemented
+    if not together and mode != "query":
+        note(q.site.owner, q.site.block, "fell back", f'attention="{mode}" to "query": keys or values came as plain tensors')
+        mode = "query"
+    if mode == "heads":
+        return _heads(q, key, value, attn_mask, dropout_p, is_causal, scale)
+    if mode == "qkv":
+        fused = _fused(q.kept, attn_mask, dropout_p)
+        if fused is not None:
+            return _kept_only(fused, q, key, value, attn_mask, is_causal, scale)
+        why = "dropout" if dropout_p else "this mask or dtype"
+        note(q.site.owner, q.site.block, "fell back", f'attention="qkv" holds the dropped keys and values as constants: {why} has no fused backward')
+        key = key.like(key.kept, key.dropped.detach())
+        value = value.like(value.kept, value.dropped.detach())
+    k, v = _whole(key), _whole(value)
+    kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
+    kept = sdpa(token_major(q.kept), k, v, kept_mask, dropout_p, False, scale)
+    dropped = sdpa(q.dropped.detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
+    return q.like(kept, dropped, role=BRANCH)
+
+
+def _skip(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -> Streams:
+    """Kept queries see kept keys; dropped ones, where they are carried along, see all and get no gradient."""
+    kept_mask, dropped_mask = _mask_rows(mask, False, q, q.at.n)
+    if kept_mask is not None and kept_mask.shape[-1] != 1:
+        kept_mask = kept_mask.index_select(-1, q.at.kept)
+    kept = sdpa(q.kept, k.kept, v.kept, kept_mask, dropout_p, causal, scale)
+    dropped = None
+    if q.dropped is not None:
+        if causal:
+            _, dropped_mask = _mask_rows(None, True, q, q.at.n)
+        dropped = sdpa(q.dropped.detach(), merge(k).detach(), merge(v).detach(), dropped_mask, dropout_p, False, scale)
+    return q.like(kept, dropped, role=BRANCH)
+
+
+def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -> Streams:
+    """Some of the G key heads, with all their queries, get a gradient, at every position."""
+    whole_q, whole_k, whole_v = merge(q), merge(k), merge(v)
+    groups = whole_k.shape[1]
+    each = whole_q.shape[1] // groups
+    kept = max(1, round(groups * q.at.k / q.at.n))
+    order = (q.at.index[2, 0] + torch.arange(groups, device=q.device)) % groups
+    index = torch.stack((order, (torch.arange(groups, device=q.device) - q.at.index[2, 0]) % groups))
+
+    def heads(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        parts = Split.apply(x.unflatten(1, (groups, size)), index, kept, 1)
+        return parts[0].flatten(1, 2), parts[1].flatten(1, 2)
+
+    masks = (mask, mask)
+    if mask is not None and mask.ndim == 4 and mask.shape[1] == groups * each:
+        masks = heads(mask, each)
+    (q1, q0), (k1, k0), (v1, v0) = heads(whole_q, each), heads(whole_k, 1), heads(whole_v, 1)
+    with_grad = sdpa(q1, k1, v1, masks[0], dropout_p, causal, scale)
+    without = sdpa(q0.detach(), k0.detach(), v0.detach(), masks[1], dropout_p, causal, scale)
+    parts = with_grad.unflatten(1, (kept, each)), without.unflatten(1, (groups - kept, each))
+    out = Merge.apply(*parts, index, kept, 1).flatten(1, 2)
+    return split(out, q.at, 2, 1, WHOLE, q.site)
+
+
+# "qkv": the fused backward with the LSE of full rows
+
+
+def _fused(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+    """The kernel whose backward can be given its LSE, or None."""
+    if dropout_p or (mask is not None and (mask.requires_grad or mask.dtype == torch.bool and q.is_cuda)):
+        return None
+    if not q.is_cuda:
+        return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
+    if mask is None and dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return "flash"
+    return "efficient" if mask is None and dtype != torch.float64 and q.shape[-1] % 8 == 0 else None
+
+
+def _forward(kernel: str, q, k, v, mask, causal: bool, scale):
+    """Out, LSE and what the kernel's backward wants beside them."""
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse, ()
+    if kernel == "flash":
+        result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return result[0], result[1], (result[6], result[7])
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]], (seed, offset)
+
+
+def _backward(kernel: str, grad, q, k, v, out, lse, noise, mask, causal: bool, scale):
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *noise, scale=scale
+        )
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32))
+    grads = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, *noise, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return grads[:3]
+
+
+class KeptAttention(torch.autograd.Function):
+    """Forward over all positions, backward among the kept ones.
+
+    Saved: q, k, v, A and LSE of the kept positions. Nothing of the dropped ones.
+    """
+
+    @staticmethod
+    def forward(ctx, q1, q0, k1, k0, v1, v0, mask, index, kernel: str, causal: bool, scale):
+        kept = q1.shape[2]
+        in_place = causal or mask is not None  # without either, attention does not care in which order positions come
+
+        def join(one: Tensor, other: Tensor) -> Tensor:
+            return interleave(one, other, index, kept, 2) if in_place else torch.cat((one, other), 2)
+
+        def part(x: Tensor, dim: int = 2) -> Tensor:
+            return x.index_select(dim, index[0, :kept]) if in_place else x.narrow(dim, 0, kept)
+
+        each = q1.shape[1] // k1.shape[1]
+        q, k, v = join(q1, q0), _repeat(join(k1, k0), each), _repeat(join(v1, v0), each)
+        out, lse, noise = _forward(kernel, q, k, v, mask, causal, scale)
+        out1 = token_major(part(out))
+        out0 = out.index_select(2, index[0, kept:]) if in_place else out.narrow(2, kept, out.shape[2] - kept)
+        lse1 = part(lse).contiguous()
+        if mask is not None:
+            mask = mask if mask.shape[-2] == 1 else part(mask, mask.ndim - 2)
+            mask = mask if mask.shape[-1] == 1 else part(mask, mask.ndim - 1)
+        ctx.save_for_backward(q1, k1, v1, out1, lse1, mask, *noise)
+        ctx.kernel, ctx.causal, ctx.scale, ctx.each = kernel, causal, scale, each
+        ctx.mark_non_differentiable(out0)
+        return out1, out0
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        q, k, v, out, lse, mask, *noise = ctx.saved_tensors
+        grads = _backward(
+            ctx.kernel, grad, q, _repeat(k, ctx.each), _repeat(v, ctx.each), out, lse, tuple(noise), mask, ctx.causal, ctx.scale
+        )
+        dq, dk, dv = grads[0], _fold(grads[1], ctx.each), _fold(grads[2], ctx.each)
+        return dq, None, dk, None, dv, None, None, None, None, None, None
+
+
+def _repeat(x: Tensor, each: int) -> Tensor:
+    return x if each == 1 else x.repeat_interleave(each, 1)
+
+
+def _fold(x: Tensor, each: int) -> Tensor:
+    return x if each == 1 else x.unflatten(1, (-1, each)).sum(2)
+
+
+def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
+    tensors = [q.kept, q.dropped.detach(), k.kept, k.dropped.detach(), v.kept, v.dropped.detach()]
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=tensors[0].dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
+        mask = mask.to(tensors[0].dtype)
+        while mask.ndim < 4:
+            mask = mask.unsqueeze(0)
+        mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
+    kept, dropped = KeptAttention.apply(*tensors, mask, q.at.index, kernel, causal, scale)
+    return q.like(kept, dropped, role=BRANCH)
+
+
+# torch's composite multi-head attention, written out so that its parts meet the table
+
+
+def multi_head(
+    query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn,
+    dropout_p, out_proj_weight, out_proj_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
+    use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None,
+    static_v=None, average_attn_weights=True, is_causal=False,
+):  # fmt: skip
+    """F.multi_head_attention_forward, for self-attention whose weights nobody asked for. Inputs are (n, B, D)."""
+    plain = query is key and key is value and bias_k is None and bias_v is None and static_k is None and static_v is None
+    if not plain or need_weights or add_zero_attn or use_separate_proj_weight or not isinstance(query, Streams) or query.ndim != 3:
+        return NotImplemented
+    n, batch, width = query.shape
+    if is_causal and key_padding_mask is None:
+        attn_mask = None
+    else:
+        is_causal = False
+    mask = _combined(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
+    packed = F.linear(query, in_proj_weight, in_proj_bias)
+    q, k, v = [x.reshape(n, batch, num_heads, -1).permute(1, 2, 0, 3) for x in packed.chunk(3, -1)]
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0, is_causal)
+    out = F.linear(out.permute(2, 0, 1, 3).reshape(n, batch, width), out_proj_weight, out_proj_bias)
+    return out, None
+
+
+def _combined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+    """One additive mask (B or 1, H or 1, n, n) of torch's two; True means "not seen" in both."""
+
+    def additive(x: Tensor) -> Tensor:
+        return x if x.dtype != torch.bool else torch.zeros_like(x, dtype=dtype).masked_fill(x, float("-inf"))
+
+    if mask is not None:
+        mask = additive(mask)
+        mask = mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask[None, None]
+    if padding is not None:
+        padding = additive(padding)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def attention_memory(n: int, d: int, keep: float, attention: str = "query", maps: bool = True) -> float:
+    """Equation 13: what attention holds at ratio `keep`, relative to all of it. n tokens, heads of width d.
+
+    `maps=True` is the paper's model, where the map is stored before and after softmax; fused attention stores none. For "qkv"
+    the paper prints r (3 + 2 r d/n) / (3 + 2 d/n), which does not follow from its own terms (3 h d n r + 2 h n n r^2); this is
+    what does.
+    """
+    whole = 3 * d * n + (2 * n * n if maps else 0)
+    if attention == "query":
+        part = 2 * d * n + keep * (d * n + (2 * n * n if maps else 0))
+    elif attention == "qkv":
+        part = 3 * d * n * keep + (2 * n * n * keep**2 if maps else 0)
+    elif attention == "heads":
+        part = keep * whole
+    else:
+        raise ValueError(f"attention_memory(): attention={attention!r} is none of {', '.join(MODES)}.")
+    return part / whole
+
+

@@ -1,0 +1,133 @@
+"""Finding the blocks of a model by its structure, and choosing among them.
+
+A block is one of two or more modules of a class that stand in lists, and has parts, a weight matrix and a norm. Where such
+modules are nested (stages of blocks), the inner ones are the blocks. Experts of a mixture have no norm, so they are none.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+
+LISTS = (nn.ModuleList, nn.Sequential)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Named = tuple[str, nn.Module]
+
+
+def find_blocks(model: nn.Module) -> list[Named]:
+    """The blocks of a model in the order in which they are registered."""
+    listed = {id(child) for module in model.modules() if isinstance(module, LISTS) for child in module.children()}
+    found = [(name, module) for name, module in model.named_modules() if id(module) in listed and _is_block(module)]
+    kinds = Counter(type(block) for _, block in found)
+    found = [(name, block) for name, block in found if kinds[type(block)] > 1]
+    names = [name for name, _ in found]
+    outer = {name for name in names if any(other.startswith(name + ".") for other in names)}
+    return [(name, block) for name, block in found if name not in outer]
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, LISTS) or not any(True for _ in module.children()):
+        return False
+    matrix = any(p.ndim >= 2 for p in module.parameters())
+    return matrix and any(_is_norm(m) for m in module.modules())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(True for _ in module.children()) and all(p.ndim == 1 for p in own)
+
+
+def stages(model: nn.Module, blocks: Sequence[Named]) -> list[list[str]]:
+    """Blocks grouped by the list that they are in, and by width: a convolution between two groups makes a new stage."""
+    groups: dict[str, list[str]] = {}
+    for name, _ in blocks:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(groups.values())
+
+
+def choose(model: nn.Module, blocks: Sequence[Named], layers: Any, caller: str = "apply_()") -> list[str]:
+    """The names of the blocks that `layers` means."""
+    names = [name for name, _ in blocks]
+    kind = type(model).__name__
+    named = [] if isinstance(layers, str) or callable(layers) else _modules(model, layers)
+    if not names and not named:
+        raise ValueError(
+            f"{caller}: no blocks found in {kind}: none of its lists holds two modules of one class with a weight matrix and a norm. "
+            "Name the modules that carry the trunk, as layers=['encoder.0', 'encoder.1']."
+        )
+    if layers == "all":
+        return names
+    if layers == "paper":
+        return _paper(model, blocks)
+    if isinstance(layers, str) and (share := re.fullmatch(r"(first|last) (\d+)(?:/(\d+))?", layers.strip())):
+        number = Fraction(int(share[2]), int(share[3] or 1))
+        count = math.ceil(number * len(names)) if share[3] else min(int(share[2]), len(names))
+        if count < 1 or number > 1 and share[3]:
+            raise ValueError(f"{caller}: layers={layers!r} is no share of the {len(names)} blocks of {kind}.")
+        return names[-count:] if share[1] == "last" else names[:count]
+    if callable(layers):
+        chosen = [name for name, block in blocks if layers(name, block)]
+        missing = [] if chosen else ["the function"]
+    else:
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        names = names if any(n in names for n in named) or not named else named
+        chosen = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+        missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
+    if missing:
+        raise ValueError(
+            f"{caller}: layers={layers if isinstance(layers, str) else missing[0]!r} matches none of the {len(names)} blocks of {kind}. "
+            f"Blocks: {names[0]} ... {names[-1]}."
+        )
+    return chosen
+
+
+def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of any modules that the patterns mean."""
+    return [name for name, _ in model.named_modules() if name and any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+
+
+def _paper(model: nn.Module, blocks: Sequence[Named]) -> list[str]:
+    """Section 8.3: the last two thirds of a plain stack; of four stages the first two whole, of the third the first 6 of 9
+    (21 of 27), the last exact."""
+    groups = stages(model, blocks)
+    if len(groups) < 3:
+        names = [name for name, _ in blocks]
+        return names[len(names) - math.ceil(len(names) * 2 / 3) :]
+    third = groups[-2]
+    part = {27: 21}.get(len(third), math.ceil(len(third) * 2 / 3))
+    return [name for group in groups[:-2] for name in group] + third[:part]
+
+
+def shrinks(model: nn.Module, blocks: Sequence[Named]) -> list[tuple[str, tuple[int, ...]]]:
+    """What stands between blocks and makes the grid coarser: for each block name the factor of the convolutions (kernel = stride)
+    that are registered just before it."""
+    names = {name for name, _ in blocks}
+    out: list[tuple[str, tuple[int, ...]]] = []
+    pending: tuple[int, ...] = ()
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside + "."):
+            continue
+        if name in names:
+            out.append((name, pending))
+            inside, pending = name, ()
+        elif isinstance(module, CONVOLUTIONS) and out and math.prod(module.stride) > 1:
+            same = tuple(module.kernel_size) == tuple(module.stride)
+            pending = tuple(module.stride) if same and not pending else (-1,)
+    return out
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str], caller: str) -> list[str]:
+    """Names of any modules that the patterns mean; each has to match."""
+    names = [name for name, _ in model.named_modules() if name]
+    for p in patterns:
+        if not any(fnmatch.fnmatchcase(name, p) for name in names):
+            raise ValueError(f"{caller}: opaque={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
+    return _modules(model, patterns)

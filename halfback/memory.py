@@ -1,0 +1,53 @@
+"""How many bytes are alive for the backward pass. It measures any model and knows nothing of our methods.
+
+*Held*: bytes alive when the forward ends, each storage once, parameters and buffers excluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Held:
+    """Counts, within `with`, what autograd saves; `bytes()` is what of it is alive at the moment.
+
+    The pack hook keeps `t.detach()`, a new tensor on the same storage: keeping an output itself would close a cycle through its
+    grad_fn, and nothing would ever be freed.
+    """
+
+    def __init__(self, *ignore: nn.Module):
+        self.refs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.ignored = {t.untyped_storage()._cdata for m in ignore for t in [*m.parameters(), *m.buffers()]}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        self.most = 0
+
+    def _pack(self, t: torch.Tensor) -> torch.Tensor:
+        t = t.detach()
+        storage = t.untyped_storage()
+        if storage._cdata not in self.ignored:
+            self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return t
+
+    def bytes(self) -> int:
+        return sum(size for ref, size in self.refs.values() if not ref.expired())
+
+    def __enter__(self) -> Held:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.hooks.__exit__(*exc)
+
+
+def held(model: nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes held for backward after `forward()`, which runs the model and returns its loss."""
+    with Held(model) as count:
+        loss = forward()
+        total = count.bytes()
+    del loss
+    return total

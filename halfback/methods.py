@@ -1,0 +1,179 @@
+"""What a user asks for: frozen, checked when made, with one text form.
+
+    sbp(keep=0.5)+recompute        the same in Python reports and on the command line
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .positions import MASKS, RAMPS, SAMPLERS
+
+Layers = str | Sequence[str] | Callable[[str, Any], bool]
+ATTENTION = ("query", "qkv", "heads")
+
+
+class Method:
+    """The base of all methods: a text form and a JSON form, of what differs from the defaults."""
+
+    changes_forward: ClassVar[bool] = False
+
+    def changed(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in self.changed().items())
+        name = type(self).__name__.lower()
+        return f"{name}({shown})" if shown else name
+
+    def to_json(self) -> dict[str, Any]:
+        fields = self.changed()
+        for key, value in fields.items():
+            if callable(value):
+                raise TypeError(f"{type(self).__name__}.to_json(): {key} is a function; name the layers to save them as JSON.")
+        return {"method": type(self).__name__.lower(), **fields}
+
+
+def _one_of(method: str, field: str, found: Any, allowed: Sequence[str]) -> None:
+    if found not in allowed:
+        raise ValueError(f"{method}(): {field}={found!r} is none of {', '.join(allowed)}.")
+
+
+def _check_keep(method: str, keep: Any) -> None:
+    if not isinstance(keep, (int, float)) or isinstance(keep, bool) or not 0 < keep <= 1:
+        raise ValueError(f"{method}(): keep={keep!r} must be a number in (0, 1]: the share of positions that stays (0.5 is half).")
+
+
+def _check_places(method: str, grid: Any, always: Any) -> None:
+    if grid is not None and (not grid or len(grid) > 3 or any(not isinstance(g, int) or g < 1 for g in grid)):
+        raise ValueError(f"{method}(): grid={grid!r} must be one to three positive sizes, as (14, 14).")
+    if always is not None and (not isinstance(always, int) or always < 0):
+        raise ValueError(f"{method}(): always={always!r} must be the number of leading tokens that are always kept, as 1.")
+
+
+@dataclass(frozen=True)
+class SBP(Method):
+    """Stochastic backpropagation: the forward exact, the backward through kept positions only.
+
+    keep       the share of positions that gets a gradient through the layers of a block
+    layers     "all", "last 2/3", "paper", names, glob patterns, or a function of (name, module)
+    sampler    "grid" (the paper's), "random", "frames" (of a video), "fixed"
+    ramp       keep over the layers: "uniform", "increasing", "decreasing" around the mean
+    attention  "query": keys and values of all positions get a gradient; "qkv": of kept ones only; "heads": kept heads
+    grid       the shape in which positions lie, where it cannot be found, as (14, 14)
+    always     how many leading tokens (class, register) are always kept; None: found from the model
+    masks      "shared" by all layers; "independent" and "disjoint" are for experiments
+    opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
+    """
+
+    keep: float = 0.5
+    layers: Layers = "last 2/3"
+    sampler: str = "grid"
+    ramp: str = "uniform"
+    attention: str = "query"
+    grid: tuple[int, ...] | None = None
+    always: int | None = None
+    masks: str = "shared"
+    opaque: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_keep("SBP", self.keep)
+        _check_places("SBP", self.grid, self.always)
+        _one_of("SBP", "sampler", self.sampler, SAMPLERS)
+        _one_of("SBP", "ramp", self.ramp, RAMPS)
+        _one_of("SBP", "attention", self.attention, ATTENTION)
+        _one_of("SBP", "masks", self.masks, MASKS)
+        object.__setattr__(self, "opaque", (self.opaque,) if isinstance(self.opaque, str) else tuple(self.opaque))
+        if self.grid is not None:
+            object.__setattr__(self, "grid", tuple(self.grid))
+
+
+@dataclass(frozen=True)
+class SkipTokens(Method):
+    """Kept tokens alone go through the chosen blocks, in training only. This changes the forward.
+
+    carry   what becomes of dropped tokens. False: they wait, and come back where the chosen blocks end. True: they go through
+            the blocks too, seeing all tokens, without gradient, as in the code that the SBP paper's authors released. None: wait
+            where the model has class tokens to read the output from, be carried where it has not.
+    """
+
+    keep: float = 0.5
+    layers: Layers = "last 2/3"
+    sampler: str = "grid"
+    grid: tuple[int, ...] | None = None
+    always: int | None = None
+    carry: bool | None = None
+    seed: int = 0
+    changes_forward: ClassVar[bool] = True
+    ramp: ClassVar[str] = "uniform"
+    masks: ClassVar[str] = "shared"
+    attention: ClassVar[str] = "skip"
+    opaque: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        _check_keep("SkipTokens", self.keep)
+        _check_places("SkipTokens", self.grid, self.always)
+        _one_of("SkipTokens", "sampler", self.sampler, SAMPLERS)
+        if self.grid is not None:
+            object.__setattr__(self, "grid", tuple(self.grid))
+
+
+@dataclass(frozen=True)
+class Recompute(Method):
+    """Blocks are checkpointed: what they hold is computed again in the backward. Beside SBP the dropped positions' part of that
+    falls away in a compiled model."""
+
+    layers: Layers = "all"
+
+
+METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute)}
+
+
+def parse(text: str) -> tuple[Any, ...]:
+    """Methods from their text form; "exact" is none.
+
+    >>> parse("sbp(keep=0.5)+recompute")
+    (SBP(keep=0.5, ...), Recompute(...))
+    """
+    form = 'as "sbp(keep=0.5)+recompute" or "exact"'
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as e:
+        raise ValueError(f"{text!r} is no method: write it {form}.") from e
+    found: list[ast.expr] = []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        found.insert(0, tree.right)
+        tree = tree.left
+    found.insert(0, tree)
+    if len(found) == 1 and isinstance(tree, ast.Name) and tree.id == "exact":
+        return ()
+    return tuple(_parse_one(node, text, form) for node in found)
+
+
+def _parse_one(node: ast.expr, text: str, form: str) -> Any:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    name = call.func.id.lower() if isinstance(call.func, ast.Name) else ""
+    if name not in METHODS:
+        raise ValueError(f"{name or text!r} in {text!r} is none of the methods {', '.join(METHODS)}; write it {form}.")
+    if call.args:
+        raise ValueError(f"{text!r}: name every argument, {form}.")
+    try:
+        given = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        return METHODS[name](**given)
+    except TypeError as e:
+        known = ", ".join(f.name for f in dataclasses.fields(METHODS[name]))
+        raise ValueError(f"{text!r}: {name} takes {known}.") from e
+
+
+def from_json(data: dict[str, Any]) -> Any:
+    """The method that `to_json` wrote."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "method"}
+    if data.get("method") not in METHODS:
+        raise ValueError(f"from_json(): method={data.get('method')!r} is none of {', '.join(METHODS)}.")
+    return METHODS[data["method"]](**fields)

@@ -1,0 +1,475 @@
+"""apply_, remove_, exact: the only walk over a model.
+
+SBP and SkipTokens reach a model by hooks: one on each chosen block that splits its input and, after the last of a run, one that
+merges its output; one pair on the root that frames a forward. Recompute sets `forward` on the instance of a block, since a hook
+cannot run a forward twice. No class is swapped, no function patched, no name or parameter added.
+
+NOTE [one draw a forward]
+ 1. Positions are drawn at the first chosen block that a forward enters, and kept until that forward ends.
+ 2. Inside a backward, nothing is drawn. A checkpointed block that splits a plain tensor again looks up what its forward drew, by the
+    storage of that tensor, which checkpointing holds until then. Where it cannot be found (the tensor came back in another storage,
+    or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be wrong, and silent.
+ 3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import blocks as finding
+from .methods import SBP, Method, Recompute, SkipTokens
+from .positions import Positions, draw, keeps
+from .streams import LISTENERS, TRUNK, Site, Streams, contains, merge, merge_all, merge_parts, split, split_parts
+
+MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
+REMEMBERED = 256  # splits whose positions a checkpoint may still ask for
+_OWNERS = itertools.count(1)
+
+
+@dataclass
+class Report:
+    """What `apply_` touched, what it skipped and why; completed by the first forward."""
+
+    model: str
+    methods: tuple[Method, ...]
+    blocks: list[str]
+    recomputed: list[str]
+    skipped: dict[str, str]
+    positions: dict[str, str] = field(default_factory=dict)
+    notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def hear(self, block: str, kind: str, what: str) -> None:
+        where = self.notes.setdefault((kind, what), [])
+        if block not in where:
+            where.append(block)
+
+    @property
+    def merged(self) -> dict[str, list[str]]:
+        """Operations that were not understood and so merged, with the blocks that ran them."""
+        return {what: where for (kind, what), where in self.notes.items() if kind == "merged"}
+
+    @property
+    def fallbacks(self) -> dict[str, list[str]]:
+        return {what: where for (kind, what), where in self.notes.items() if kind == "fell back"}
+
+    def __str__(self) -> str:
+        lines = [f"halfback: {' + '.join(str(m) for m in self.methods)} on {self.model}"]
+        if self.blocks:
+            lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
+        if self.recomputed:
+            lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
+        if any(m.changes_forward for m in self.methods):
+            lines.append("  this CHANGES THE FORWARD in training: dropped tokens do not take part in the chosen blocks")
+        lines += [f"  {key}: {value}" for key, value in self.positions.items()]
+        lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
+        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "fell back": "fell back:"}
+        for (kind, what), where in self.notes.items():
+            lines.append(f"  {said.get(kind, kind)} {what} in {_range(where)}")
+        if self.blocks and not self.positions:
+            lines.append("  positions, merges and fallbacks: known after the first training step")
+        return "\n".join(lines)
+
+
+def _range(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+
+
+class State:
+    """What the hooks of one SBP or SkipTokens share."""
+
+    def __init__(self, method: SBP | SkipTokens, chosen: list[str], ends: set[str], chains: dict[str, list], report: Report):
+        self.method = method
+        self.chosen = chosen
+        self.ends = ends  # blocks after which streams end
+        self.chains = chains  # for each block: by which factors the grid shrinks between it and the last chosen one
+        self.report = report
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.on = True
+        ratios = keeps(method.keep, len(chosen), method.ramp)
+        same = method.masks == "shared" and len(set(ratios)) == 1
+        self.ratios = ratios[:1] if same else ratios
+        self.row = {name: 0 if same else i for i, name in enumerate(chosen)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.owner = next(_OWNERS)
+        self.open = False
+        self.current: list[Positions] | None = None
+        self.grid: tuple[int, ...] | None = None
+        self.seen: OrderedDict[int, list[Positions]] = OrderedDict()
+        LISTENERS[self.owner] = self.report
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("owner", "open", "current", "grid", "seen")
+        return {k: v for k, v in self.__dict__.items() if k not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def site(self, block: str) -> Site:
+        return Site(block, self.owner, self.method.attention)
+
+    # NOTE [one draw a forward]
+
+    def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
+        """The positions that a block's input is split at. `whole`: the grid is all of it, no leading tokens."""
+        if torch.compiler.is_compiling():
+            if self.current is None:
+                self.current = self._draw(block, grid, whole, x.device)
+            return self._at(block, self.current, grid, whole, x.device)
+        key = x.untyped_storage()._cdata
+        if torch._C._current_graph_task_id() != -1:
+            if key not in self.seen:
+                raise RuntimeError(
+                    f"{block} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: "
+                    "reentrant checkpointing ran it without gradients, or its input came back in another storage. "
+                    "Use checkpoint(..., use_reentrant=False), and hb.Recompute() instead of offloading block inputs."
+                )
+            return self._at(block, self.seen[key], grid, whole, x.device)
+        if self.current is None or (not self.open and block == self.chosen[0]):
+            self.current = self._draw(block, grid, whole, x.device)
+        self.seen[key] = self.current
+        self.seen.move_to_end(key)
+        while len(self.seen) > REMEMBERED:
+            self.seen.popitem(last=False)
+        return self._at(block, self.current, grid, whole, x.device)
+
+    def _at(self, block: str, drawn: list[Positions], grid: tuple[int, ...], whole: bool, device: torch.device) -> Positions:
+        at: Positions | None = drawn[self.row[block]]
+        while at is not None:
+            if at.n == math.prod(grid) and (not whole or at.grid == grid):
+                return at
+            at = at.coarse
+        return self._draw(block, grid, whole, device)[self.row[block]]  # a grid of its own, which no factor leads to
+
+    def _draw(self, block: str, grid: tuple[int, ...], whole: bool, device: torch.device) -> list[Positions]:
+        m = self.method
+        always, factors = 0, []
+        if whole:
+            factors = self.chains[block]
+            while factors and not _divides(grid, factors):
+                factors = factors[:-1]
+            shown = grid
+            for f in factors:
+                grid = tuple(g // c for g, c in zip(grid, f, strict=True))
+        else:
+            always, grid = self._places(grid[0], block)
+            shown = grid
+        if m.sampler == "frames" and len(grid) != 3:
+            raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
+        drawn = draw(self.step, grid, self.ratios, always, m.sampler, m.masks, m.seed, device)
+        for f in reversed(factors):
+            drawn = [p.enlarged(f) for p in drawn]
+        if not torch.compiler.is_compiling():
+            text = f"{'x'.join(map(str, shown))} positions" + (f" after {always} that are always kept" if always else "")
+            if factors:
+                text += f", drawn on {'x'.join(map(str, grid))}"
+            self.report.positions.setdefault(block, text + f"; {drawn[0].k} of {drawn[0].n} kept")
+        return drawn
+
+    def _places(self, n: int, block: str) -> tuple[int, tuple[int, ...]]:
+        """How many leading tokens stand before which grid, in n tokens."""
+        m = self.method
+        if m.grid is not None:
+            always = n - math.prod(m.grid) if m.always is None else m.always
+            if always < 0 or always + math.prod(m.grid) != n:
+                raise ValueError(
+                    f"{m}: grid={m.grid} does not fit: {block} has {n} tokens, and {math.prod(m.grid)} + {m.always or 0} always kept "
+                    f"are {math.prod(m.grid) + (m.always or 0)}."
+                )
+            return always, m.grid
+        if self.grid is not None and 0 <= n - math.prod(self.grid) <= MOST_LEADING_TOKENS:
+            leading = n - math.prod(self.grid)
+            if m.always is None or m.always == leading:
+                return leading, self.grid
+        always = min(n - 1, (1 if self.grid is None else 0) if m.always is None else m.always)
+        return always, (n - always,)
+
+
+def _divides(grid: tuple[int, ...], factors: list[tuple[int, ...]]) -> bool:
+    product = [math.prod(f) for f in zip(*factors, strict=True)]
+    return len(product) == len(grid) and all([g % p == 0 for g, p in zip(grid, product, strict=True)])
+
+
+# The hooks: small objects, so that they can be copied, pickled, and known as ours
+
+
+class Hook:
+    """All hooks of halfback. The first line of each returns where nothing is to be done."""
+
+    def __init__(self, state: State, name: str = ""):
+        self.state = state
+        self.name = name
+
+    def idle(self, module: nn.Module) -> bool:
+        return not (module.training and torch.is_grad_enabled() and self.state.on)
+
+
+class Begin(Hook):
+    """Before the root's forward."""
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        self.state.open, self.state.current = True, None
+        return None
+
+
+class End(Hook):
+    """After the root's forward, also after one that failed: what a model returns are tensors."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module):
+            return None
+        self.state.open, self.state.current, self.state.grid = False, None, None
+        return merge_all(output) if contains(output) else None
+
+
+class Grid(Hook):
+    """After a convolution in front of the blocks: its output's shape is the grid that tokens come from."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module):
+            return None
+        self.state.grid = tuple(output.shape[2:])
+        return None
+
+
+class Plain(Hook):
+    """Before an opaque module: it gets tensors."""
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        return merge_all(args), merge_all(kwargs)
+
+
+class Enter(Hook):
+    """Before a chosen block: its first activation becomes two streams."""
+
+    def __init__(self, state: State, name: str, block: nn.Module):
+        super().__init__(state, name)
+        parts = list(block.modules())
+        self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
+        self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        for i, x in enumerate(args):
+            if isinstance(x, (Tensor, Streams)):
+                return (*args[:i], self.enter(x), *args[i + 1 :]), kwargs
+        for key, x in kwargs.items():
+            if isinstance(x, (Tensor, Streams)) and x.is_floating_point():
+                return args, {**kwargs, key: self.enter(x)}
+        return None
+
+    def enter(self, x: Tensor | Streams) -> Any:
+        state = self.state
+        if isinstance(x, Streams):
+            if len(state.ratios) == 1:
+                return Streams(x.kept, x.dropped, x.at, x.axis, x.span, x.outer, TRUNK, state.site(self.name), x.rest)
+            x = merge(x)
+        if x.ndim < 3 or not x.is_floating_point():
+            state.report.skipped[self.name] = f"its input has shape {tuple(x.shape)}, which has no positions"
+            return x
+        axis, span = self.place(x)
+        grid = tuple(x.shape[axis : axis + span])
+        at = state.positions(self.name, x, grid, span > 1)
+        if at.k == at.n:
+            return x
+        if isinstance(state.method, SkipTokens):
+            return self.skip(x, at, axis, span)
+        return split(x, at, axis, span, TRUNK, state.site(self.name))
+
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """On which axes positions lie."""
+        if x.ndim == 3:
+            return (1, 1) if self.batch_first else (0, 1)
+        return (2, x.ndim - 2) if x.shape[1] in self.channels else (1, x.ndim - 2)
+
+    def skip(self, x: Tensor, at: Positions, axis: int, span: int) -> Streams:
+        kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
+        site = self.state.site(self.name)
+        carry = at.always == 0 if self.state.method.carry is None else self.state.method.carry
+        if carry:
+            return Streams(kept, dropped.detach(), at, axis, span, 1, TRUNK, site)
+        return Streams(kept, None, at, axis, span, 1, TRUNK, site, rest=dropped.detach())
+
+
+class Leave(Hook):
+    """After the last chosen block of a run: streams end."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module) or not contains(output):
+            return None
+        return merge_all(_restored(output))
+
+
+def _restored(tree: Any) -> Any:
+    """SkipTokens: what waited comes back, as it left."""
+    if isinstance(tree, Streams) and tree.dropped is None:
+        return merge_parts(tree.kept, tree.rest.to(tree.kept.dtype), tree.at, tree.axis)
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)([_restored(x) for x in tree])
+    return tree
+
+
+class Recomputed:
+    """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
+
+    def __init__(self, module: nn.Module, own: Any = None):
+        self.module = module
+        self.own = own  # a forward that the instance had already
+
+    def plain(self, *args, **kwargs):
+        return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        for i, x in enumerate(args):
+            if isinstance(x, Streams):
+                return self.streams(x, i, args, kwargs)
+        return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+    def streams(self, x: Streams, place: int, args: tuple, kwargs: dict) -> Any:
+        def run(kept, dropped, index, *others, **kw):
+            whole = Streams(kept, dropped, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
+            return self.plain(*others[:place], whole, *others[place:], **kw)
+
+        rest = (*args[:place], *args[place + 1 :])
+        return checkpoint(run, x.kept, x.dropped, x.at.index, *rest, use_reentrant=False, **kwargs)
+
+
+# The public verbs
+
+
+@dataclass
+class Applied:
+    """What a model remembers of its methods."""
+
+    report: Report
+    states: list[State]
+    recomputed: list[str]
+
+
+def apply_(model: nn.Module, *methods: Method) -> Report:
+    """Make a model train with these methods, in place; `remove_` undoes it.
+
+    Eval mode and no_grad are untouched. Everything is checked before anything is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply_(): expected a torch.nn.Module, found {type(model).__name__}.")
+    if not methods:
+        raise ValueError("apply_(): no method given. Pass one, as hb.apply_(model, hb.SBP(keep=0.5)).")
+    for m in methods:
+        if not isinstance(m, Method):
+            raise TypeError(f"apply_(): {m!r} is no method. Methods: SBP, SkipTokens, Recompute, as hb.SBP(keep=0.5).")
+    kinds = [type(m).__name__ for m in methods]
+    if len(set(kinds)) < len(kinds) or {"SBP", "SkipTokens"} <= set(kinds):
+        raise ValueError(f"apply_(): {' + '.join(kinds)} cannot be combined: give each method once, and SBP or SkipTokens, not both.")
+    for name, module in model.named_modules():
+        if "_halfback" in module.__dict__:
+            said = " + ".join(str(m) for m in module.__dict__["_halfback"].report.methods)
+            raise ValueError(f"apply_(): {name or type(model).__name__} already has {said}. Call hb.remove_() on it first.")
+
+    found = finding.find_blocks(model)
+    picks = {type(m): finding.choose(model, found, m.layers, "apply_()") for m in methods}
+    modules = dict(model.named_modules())
+    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()), "apply_()")]
+
+    streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
+    chosen = picks[type(streamed)] if streamed else []
+    recomputed = picks.get(Recompute, [])
+    report = Report(type(model).__name__, methods, chosen, recomputed, {})
+    states = []
+    if streamed and streamed.keep < 1:
+        states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
+    for name in recomputed:
+        block = modules[name]
+        block.forward = Recomputed(block, block.__dict__.get("forward"))
+    object.__setattr__(model, "_halfback", Applied(report, states, recomputed))
+    return report
+
+
+def _hook(model, method, found, chosen, opaque, modules, report) -> State:
+    order = [name for name, _ in found]
+    if not set(chosen) <= set(order):
+        order = list(chosen)
+    picked = set(chosen)
+    ends = {name for i, name in enumerate(order) if name in picked and (i + 1 == len(order) or order[i + 1] not in picked)}
+    state = State(method, chosen, ends, _chains(model, [(n, modules[n]) for n in order], chosen), report)
+    model.register_forward_pre_hook(Begin(state), with_kwargs=True, prepend=True)
+    model.register_forward_hook(End(state), always_call=True)
+    for name in _before(model, chosen[0]):
+        modules[name].register_forward_hook(Grid(state, name))
+    for name in opaque:
+        modules[name].register_forward_pre_hook(Plain(state, name), with_kwargs=True)
+    for name in chosen:
+        modules[name].register_forward_pre_hook(Enter(state, name, modules[name]), with_kwargs=True)
+        if name in ends:
+            modules[name].register_forward_hook(Leave(state, name))
+    return state
+
+
+def _chains(model: nn.Module, blocks: list[finding.Named], chosen: list[str]) -> dict[str, list]:
+    """For each chosen block the factors by which the grid shrinks between it and the end of its run of streams."""
+    shrinks = dict(finding.shrinks(model, blocks))
+    chains = {}
+    for i, name in enumerate(chosen):
+        factors = [shrinks[later] for later in chosen[i + 1 :] if shrinks.get(later)]
+        known = list(itertools.takewhile(lambda f: -1 not in f, factors))
+        chains[name] = known
+    return chains
+
+
+def _before(model: nn.Module, first: str) -> list[str]:
+    """Convolutions over images or videos that are registered before the first chosen block."""
+    before = itertools.takewhile(lambda pair: pair[0] != first, model.named_modules())
+    return [name for name, m in before if isinstance(m, (nn.Conv2d, nn.Conv3d))]
+
+
+def remove_(model: nn.Module) -> None:
+    """Undo `apply_` exactly. A model that has nothing applied is left alone."""
+    for module in model.modules():
+        for hooks, extra in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        ):
+            for key in [k for k, hook in hooks.items() if isinstance(hook, Hook)]:
+                del hooks[key]
+                for flags in extra:
+                    flags.pop(key, None)
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Recomputed):
+            if forward.own is None:
+                del module.forward
+            else:
+                module.forward = forward.own
+        module.__dict__.pop("_halfback", None)
+
+
+@contextlib.contextmanager
+def exact(model: nn.Module) -> Iterator[None]:
+    """Exact gradients for a while. Recompute, which is exact, stays on."""
+    states = [s for module in model.modules() for s in getattr(module.__dict__.get("_halfback"), "states", [])]
+    before = [s.on for s in states]
+    for s in states:
+        s.on = False
+    try:
+        yield
+    finally:
+        for s, on in zip(states, before, strict=True):
+            s.on = on
