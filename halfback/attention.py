@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .streams import BRANCH, WHOLE, Merge, Split, Streams, interleave, merge, note, same_layout, split, split_parts
+from .streams import BRANCH, WHOLE, Merge, Split, Streams, interleave, merge, note, same_layout, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -36,14 +36,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     each = heads // groups
-    rows = q.unflatten(1, (groups, each)).flatten(2, 3)
+    rows = unfold(q, 1, (groups, each)).flatten(2, 3)
     if mask is not None and mask.shape[-2] != 1:
         if mask.ndim == 4 and mask.shape[1] == heads:
-            mask = mask.unflatten(1, (groups, each)).flatten(2, 3)
+            mask = unfold(mask, 1, (groups, each)).flatten(2, 3)
         else:
             mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], each, *mask.shape[-2:]).flatten(-3, -2)
     out = F.scaled_dot_product_attention(rows, k, v, mask, dropout_p, scale=scale)
-    return out.unflatten(2, (each, q.shape[2])).flatten(1, 2)
+    return unfold(out, 2, (each, q.shape[2])).flatten(1, 2)
 
 
 def token_major(x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
     index = torch.stack((order, (torch.arange(groups, device=q.device) - q.at.index[2, 0]) % groups))
 
     def heads(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        parts = Split.apply(x.unflatten(1, (groups, size)), index, kept, 1)
+        parts = Split.apply(unfold(x, 1, (groups, size)), index, kept, 1)
         return parts[0].flatten(1, 2), parts[1].flatten(1, 2)
 
     masks = (mask, mask)
@@ -130,7 +130,7 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
     (q1, q0), (k1, k0), (v1, v0) = heads(whole_q, each), heads(whole_k, 1), heads(whole_v, 1)
     with_grad = sdpa(q1, k1, v1, masks[0], dropout_p, causal, scale)
     without = sdpa(q0.detach(), k0.detach(), v0.detach(), masks[1], dropout_p, causal, scale)
-    parts = with_grad.unflatten(1, (kept, each)), without.unflatten(1, (groups - kept, each))
+    parts = unfold(with_grad, 1, (kept, each)), unfold(without, 1, (groups - kept, each))
     out = Merge.apply(*parts, index, kept, 1).flatten(1, 2)
     return split(out, q.at, 2, 1, WHOLE, q.site)
 
@@ -150,73 +150,96 @@ def _fused(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
     return "efficient" if mask is None and dtype != torch.float64 and q.shape[-1] % 8 == 0 else None
 
 
-def _forward(kernel: str, q, k, v, mask, causal: bool, scale):
-    """Out, LSE and what the kernel's backward wants beside them."""
+def _forward(kernel: str, q, k, v, mask, causal: bool, scale) -> tuple[Tensor, Tensor]:
+    """A and its LSE."""
     if kernel == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        return out, lse, ()
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if kernel == "flash":
-        result = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return result[0], result[1], (result[6], result[7])
-    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]], (seed, offset)
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
 
 
-def _backward(kernel: str, grad, q, k, v, out, lse, noise, mask, causal: bool, scale):
+def _backward(kernel: str, grad, q, k, v, out, lse, mask, causal: bool, scale) -> tuple[Tensor, Tensor, Tensor]:
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
     if kernel == "flash":
+        noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *noise, scale=scale
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, noise, noise, scale=scale
         )
+    noise = torch.zeros((), dtype=torch.int64, device=q.device)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32))
-    grads = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, *noise, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return grads[:3]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, noise, noise, 0.0, [True, True, True, False], causal, scale=scale
+    )[:3]
 
 
-class KeptAttention(torch.autograd.Function):
-    """Forward over all positions, backward among the kept ones.
+@torch.library.custom_op("halfback::kept_attention", mutates_args=())
+def kept_attention(
+    q1: Tensor,
+    q0: Tensor,
+    k1: Tensor,
+    k0: Tensor,
+    v1: Tensor,
+    v0: Tensor,
+    mask: Tensor | None,
+    index: Tensor,
+    kernel: str,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of all positions: A of the kept (1), A of the dropped (0), and the LSE of the kept rows. The backward runs among the
+    kept ones and is given q, k, v, A and LSE of them: nothing of the dropped is held. One op, so that checkpointing can keep its
+    result instead of running it twice."""
+    kept = q1.shape[2]
+    ordered = causal or mask is not None  # without either, attention does not care in which order positions come
 
-    Saved: q, k, v, A and LSE of the kept positions. Nothing of the dropped ones.
-    """
+    def join(one: Tensor, other: Tensor) -> Tensor:
+        return interleave(one, other, index, kept, 2) if ordered else torch.cat((one, other), 2)
 
-    @staticmethod
-    def forward(ctx, q1, q0, k1, k0, v1, v0, mask, index, kernel: str, causal: bool, scale):
-        kept = q1.shape[2]
-        in_place = causal or mask is not None  # without either, attention does not care in which order positions come
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        if ordered:
+            return x.index_select(2, index[0, :kept]), x.index_select(2, index[0, kept:])
+        return x.narrow(2, 0, kept), x.narrow(2, kept, x.shape[2] - kept)
 
-        def join(one: Tensor, other: Tensor) -> Tensor:
-            return interleave(one, other, index, kept, 2) if in_place else torch.cat((one, other), 2)
+    each = q1.shape[1] // k1.shape[1]
+    k, v = _repeat(join(k1, k0), each), _repeat(join(v1, v0), each)
+    out, lse = _forward(kernel, join(q1, q0), k, v, mask, causal, scale)
+    out1, out0 = parts(out)
+    return token_major(out1), token_major(out0), parts(lse)[0].contiguous()
 
-        def part(x: Tensor, dim: int = 2) -> Tensor:
-            return x.index_select(dim, index[0, :kept]) if in_place else x.narrow(dim, 0, kept)
 
-        each = q1.shape[1] // k1.shape[1]
-        q, k, v = join(q1, q0), _repeat(join(k1, k0), each), _repeat(join(v1, v0), each)
-        out, lse, noise = _forward(kernel, q, k, v, mask, causal, scale)
-        out1 = token_major(part(out))
-        out0 = out.index_select(2, index[0, kept:]) if in_place else out.narrow(2, kept, out.shape[2] - kept)
-        lse1 = part(lse).contiguous()
-        if mask is not None:
-            mask = mask if mask.shape[-2] == 1 else part(mask, mask.ndim - 2)
-            mask = mask if mask.shape[-1] == 1 else part(mask, mask.ndim - 1)
-        ctx.save_for_backward(q1, k1, v1, out1, lse1, mask, *noise)
-        ctx.kernel, ctx.causal, ctx.scale, ctx.each = kernel, causal, scale, each
-        ctx.mark_non_differentiable(out0)
-        return out1, out0
+@kept_attention.register_fake
+def _(q1, q0, k1, k0, v1, v0, mask, index, kernel, causal, scale):
+    def blank(q: Tensor) -> Tensor:
+        batch, heads, n, _ = q.shape
+        return v1.new_empty((batch, n, heads, v1.shape[3])).transpose(1, 2)
 
-    @staticmethod
-    def backward(ctx, grad, _):
-        q, k, v, out, lse, mask, *noise = ctx.saved_tensors
-        grads = _backward(
-            ctx.kernel, grad, q, _repeat(k, ctx.each), _repeat(v, ctx.each), out, lse, tuple(noise), mask, ctx.causal, ctx.scale
-        )
-        dq, dk, dv = grads[0], _fold(grads[1], ctx.each), _fold(grads[2], ctx.each)
-        return dq, None, dk, None, dv, None, None, None, None, None, None
+    exact = torch.float64 if q1.dtype == torch.float64 else torch.float32
+    return blank(q1), blank(q0), q1.new_empty(q1.shape[:3], dtype=exact)
+
+
+def _save(ctx, inputs, output) -> None:
+    q1, _, k1, _, v1, _, mask, index, kernel, causal, scale = inputs
+    out1, _, lse1 = output
+    ctx.save_for_backward(q1, k1, v1, out1, lse1, mask, index)
+    ctx.kernel, ctx.causal, ctx.scale = kernel, causal, scale
+
+
+def _restore(ctx, grad, _, __):
+    q, k, v, out, lse, mask, index = ctx.saved_tensors
+    each = q.shape[1] // k.shape[1]
+    if mask is not None:
+        kept = index[0, : q.shape[2]]
+        mask = mask.index_select(2, kept).index_select(3, kept)
+    dq, dk, dv = _backward(ctx.kernel, grad, q, _repeat(k, each), _repeat(v, each), out, lse, mask, ctx.causal, ctx.scale)
+    return dq, None, _fold(dk, each), None, _fold(dv, each), None, None, None, None, None, None
+
+
+kept_attention.register_autograd(_restore, setup_context=_save)
 
 
 def _repeat(x: Tensor, each: int) -> Tensor:
@@ -224,7 +247,7 @@ def _repeat(x: Tensor, each: int) -> Tensor:
 
 
 def _fold(x: Tensor, each: int) -> Tensor:
-    return x if each == 1 else x.unflatten(1, (-1, each)).sum(2)
+    return x if each == 1 else unfold(x, 1, (-1, each)).sum(2)
 
 
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
@@ -239,8 +262,8 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
         while mask.ndim < 4:
             mask = mask.unsqueeze(0)
         mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
-    kept, dropped = KeptAttention.apply(*tensors, mask, q.at.index, kernel, causal, scale)
-    return q.like(kept, dropped, role=BRANCH)
+    kept, dropped, _ = torch.ops.halfback.kept_attention(*tensors, mask, q.at.index, kernel, causal, scale)
+    return q.like(kept, dropped.detach(), role=BRANCH)
 
 
 # torch's composite multi-head attention, written out so that its parts meet the table
@@ -277,7 +300,7 @@ def _combined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: in
 
     if mask is not None:
         mask = additive(mask)
-        mask = mask.unflatten(0, (batch, heads)) if mask.ndim == 3 else mask[None, None]
+        mask = unfold(mask, 0, (batch, heads)) if mask.ndim == 3 else mask[None, None]
     if padding is not None:
         padding = additive(padding)[:, None, None, :]
         mask = padding if mask is None else mask + padding

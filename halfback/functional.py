@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .positions import Positions
-from .streams import Merge, Split, split_parts
+from .streams import Merge, Split, split_parts, unfold
 
 
 def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, dim: int = 1, pointwise: bool = True) -> Tensor:
@@ -31,4 +31,4 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, dim: int
         return Merge.apply(f(kept), without, positions.index, positions.k, dim)
     y = f(x)
     kept, dropped = Split.apply(y.flatten(dim, dim + span - 1), positions.index, positions.k, dim)
-    return Merge.apply(kept, dropped.detach(), positions.index, positions.k, dim).unflatten(dim, positions.grid)
+    return unfold(Merge.apply(kept, dropped.detach(), positions.index, positions.k, dim), dim, positions.grid)

@@ -14,7 +14,8 @@ k. So layers with different ratios are nested, and one draw serves a whole forwa
 
 NOTE [masks are ours]
  1. A draw depends on (seed, rank, step) alone. The user's random streams are neither read nor advanced.
- 2. The step lives in a CPU tensor that the op `halfback::draw` advances, so a compiled graph draws afresh each time it runs.
+ 2. The step lives in a CPU tensor that the op `halfback::tick` advances, so a compiled graph draws afresh each time it runs. The op
+    `halfback::draw` is a pure function of what `tick` returned: a recomputed block draws what its forward drew.
  3. Kept indices are sorted: a causal mask among kept tokens is still causal.
 """
 
@@ -199,9 +200,22 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-@torch.library.custom_op("halfback::draw", mutates_args=("step",), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op("halfback::tick", mutates_args=("step",))
+def tick(step: Tensor) -> Tensor:
+    """The key of this step's draws, and on to the next step. Both are CPU tensors."""
+    key = torch.tensor([_rank(), int(step)])
+    step += 1
+    return key
+
+
+@tick.register_fake
+def _(step):
+    return torch.empty(2, dtype=torch.int64)
+
+
+@torch.library.custom_op("halfback::draw", mutates_args=())
 def _draw(
-    step: Tensor,
+    key: Tensor,
     grid: Sequence[int],
     always: int,
     counts: Sequence[int],
@@ -210,8 +224,7 @@ def _draw(
     seed: int,
     device: torch.device,
 ) -> Tensor:
-    rng = np.random.default_rng([seed % 2**63, _rank(), int(step)])
-    step += 1
+    rng = np.random.default_rng([seed % 2**63, *key.tolist()])
     front = np.arange(always)
     rows = [
         _pack(np.concatenate([front, always + order]), always + c, rng)
@@ -224,16 +237,13 @@ def _draw(
 
 
 @_draw.register_fake
-def _(step, grid, always, counts, sampler, masks, seed, device):
-    n = always
-    size = 1
-    for g in grid:
-        size = size * g
-    return torch.empty((len(counts), 3, n + size), dtype=torch.int64, device=device)
+def _(key, grid, always, counts, sampler, masks, seed, device):
+    n = always + math.prod(grid)
+    return torch.empty((len(counts), 3, n), dtype=torch.int64, device=device)
 
 
 def draw(
-    step: Tensor,
+    key: Tensor,
     grid: tuple[int, ...],
     ratios: Sequence[float],
     always: int = 0,
@@ -242,7 +252,7 @@ def draw(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[Positions]:
-    """One split for each keep ratio, drawn together. Advances `step`, a CPU int64 tensor."""
+    """One split for each keep ratio, drawn together: a pure function of its arguments."""
     counts = [count(r, grid, sampler) for r in ratios]
-    packed = torch.ops.halfback.draw(step, list(grid), always, counts, sampler, masks, seed, torch.device(device))
+    packed = torch.ops.halfback.draw(key, list(grid), always, counts, sampler, masks, seed, torch.device(device))
     return [Positions(packed[i], always + c, tuple(grid), always) for i, c in enumerate(counts)]

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from . import blocks as finding
+from . import attention, blocks as finding
 from .methods import SBP, Method, Recompute, SkipTokens
-from .positions import Positions, draw, keeps
-from .streams import LISTENERS, TRUNK, Site, Streams, contains, merge, merge_all, merge_parts, split, split_parts
+from .positions import Positions, draw, keeps, tick
+from .streams import LISTENERS, ROUTE, TRUNK, Site, Streams, contains, merge, merge_all, merge_parts, split, split_parts
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 256  # splits whose positions a checkpoint may still ask for
@@ -104,13 +104,14 @@ class State:
     def _reset(self) -> None:
         self.owner = next(_OWNERS)
         self.open = False
+        self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
         self.grid: tuple[int, ...] | None = None
         self.seen: OrderedDict[int, list[Positions]] = OrderedDict()
         LISTENERS[self.owner] = self.report
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("owner", "open", "current", "grid", "seen")
+        passing = ("owner", "open", "key", "current", "grid", "seen")
         return {k: v for k, v in self.__dict__.items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -124,10 +125,8 @@ class State:
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
         """The positions that a block's input is split at. `whole`: the grid is all of it, no leading tokens."""
-        if torch.compiler.is_compiling():
-            if self.current is None:
-                self.current = self._draw(block, grid, whole, x.device)
-            return self._at(block, self.current, grid, whole, x.device)
+        if torch.compiler.is_compiling():  # pure, from the key, as this may be traced inside a checkpoint
+            return self._at(block, self._draw(block, grid, whole, x.device), grid, whole, x.device)
         key = x.untyped_storage()._cdata
         if torch._C._current_graph_task_id() != -1:
             if key not in self.seen:
@@ -138,6 +137,8 @@ class State:
                 )
             return self._at(block, self.seen[key], grid, whole, x.device)
         if self.current is None or (not self.open and block == self.chosen[0]):
+            if not self.open:
+                self.key = tick(self.step)
             self.current = self._draw(block, grid, whole, x.device)
         self.seen[key] = self.current
         self.seen.move_to_end(key)
@@ -168,7 +169,8 @@ class State:
             shown = grid
         if m.sampler == "frames" and len(grid) != 3:
             raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
-        drawn = draw(self.step, grid, self.ratios, always, m.sampler, m.masks, m.seed, device)
+        key = tick(self.step) if self.key is None else self.key
+        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device)
         for f in reversed(factors):
             drawn = [p.enlarged(f) for p in drawn]
         if not torch.compiler.is_compiling():
@@ -216,13 +218,26 @@ class Hook:
         return not (module.training and torch.is_grad_enabled() and self.state.on)
 
 
+@torch.compiler.assume_constant_result
+def _allow(within: bool) -> bool:
+    """At trace time: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering a
+    function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation."""
+    config = torch._dynamo.config
+    if within:
+        _allow.before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = within or _allow.before
+    return True
+
+
 class Begin(Hook):
     """Before the root's forward."""
 
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
-        self.state.open, self.state.current = True, None
+        self.state.open, self.state.current, self.state.key = True, None, tick(self.state.step)
+        if torch.compiler.is_compiling():
+            _allow(True)
         return None
 
 
@@ -232,7 +247,9 @@ class End(Hook):
     def __call__(self, module, args, output):
         if self.idle(module):
             return None
-        self.state.open, self.state.current, self.state.grid = False, None, None
+        self.state.open, self.state.current, self.state.key, self.state.grid = False, None, None, None
+        if torch.compiler.is_compiling():
+            _allow(False)
         return merge_all(output) if contains(output) else None
 
 
@@ -267,6 +284,8 @@ class Enter(Hook):
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
+        if torch.compiler.is_compiling():
+            ROUTE.__enter__()
         for i, x in enumerate(args):
             if isinstance(x, (Tensor, Streams)):
                 return (*args[:i], self.enter(x), *args[i + 1 :]), kwargs
@@ -309,12 +328,14 @@ class Enter(Hook):
 
 
 class Leave(Hook):
-    """After the last chosen block of a run: streams end."""
+    """After a chosen block. Streams end after the last one of a run."""
 
     def __call__(self, module, args, output):
-        if self.idle(module) or not contains(output):
+        if self.idle(module):
             return None
-        return merge_all(_restored(output))
+        if torch.compiler.is_compiling():
+            ROUTE.__exit__(None, None, None)
+        return merge_all(_restored(output)) if self.name in self.state.ends else None
 
 
 def _restored(tree: Any) -> Any:
@@ -324,6 +345,26 @@ def _restored(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return type(tree)([_restored(x) for x in tree])
     return tree
+
+
+aten = torch.ops.aten
+ATTENTION = {
+    torch.ops.halfback.kept_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_attention():
+    """In a compiled block the results of attention are kept: without its dropped rows they are small, and with them the
+    recomputation needs nothing of the dropped stream. In eager mode it would keep, and run, both streams."""
+    return create_selective_checkpoint_contexts(_policy)
 
 
 class Recomputed:
@@ -345,12 +386,17 @@ class Recomputed:
         return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
 
     def streams(self, x: Streams, place: int, args: tuple, kwargs: dict) -> Any:
-        def run(kept, dropped, index, *others, **kw):
+        def run(kept, dropped, *others, **kw):
             whole = Streams(kept, dropped, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
+            if torch.compiler.is_compiling():
+                with ROUTE:
+                    return self.plain(*others[:place], whole, *others[place:], **kw)
             return self.plain(*others[:place], whole, *others[place:], **kw)
 
         rest = (*args[:place], *args[place + 1 :])
-        return checkpoint(run, x.kept, x.dropped, x.at.index, *rest, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(run, x.kept, x.dropped, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
+        return checkpoint(run, x.kept, x.dropped, *rest, use_reentrant=False, **kwargs)
 
 
 # The public verbs
@@ -419,8 +465,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
         modules[name].register_forward_pre_hook(Plain(state, name), with_kwargs=True)
     for name in chosen:
         modules[name].register_forward_pre_hook(Enter(state, name, modules[name]), with_kwargs=True)
-        if name in ends:
-            modules[name].register_forward_hook(Leave(state, name))
+        modules[name].register_forward_hook(Leave(state, name))
     return state
 
 

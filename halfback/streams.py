@@ -67,6 +67,11 @@ def interleave(kept: Tensor | None, dropped: Tensor | None, index: Tensor, k: in
     return torch.cat((kept, dropped), dim).index_select(dim, index[1])
 
 
+def unfold(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """x.unflatten(dim, sizes), which Dynamo cannot trace under a torch function mode (`Route`)."""
+    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+
 class Split(torch.autograd.Function):
     """x -> (kept, dropped) along `dim`."""
 
@@ -122,15 +127,15 @@ class Streams:
     dropped: Tensor | None
     at: Positions
     axis: int
-    span: int = 1
-    outer: int = 1
-    role: str = TRUNK
-    site: Site = Site()
+    span: int
+    outer: int
+    role: str
+    site: Site
     rest: Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return dispatch(func.__name__, func, args, kwargs or {})
+        return dispatch(_name(func), func, args, kwargs or {})
 
     def like(
         self,
@@ -242,7 +247,7 @@ def _unflatten(children, context) -> Streams:
 pytree.register_pytree_node(Streams, _flatten, _unflatten, serialized_type_name="halfback.Streams")
 
 
-def split(x: Tensor, at: Positions, axis: int, span: int = 1, role: str = TRUNK, site: Site = Site()) -> Streams:
+def split(x: Tensor, at: Positions, axis: int, span: int, role: str, site: Site) -> Streams:
     """The two streams of a tensor whose positions lie on `span` axes from `axis` on."""
     kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
     return Streams(kept, dropped, at, axis, span, 1, role, site)
@@ -257,11 +262,11 @@ def merge(s: Streams) -> Tensor:
             "Use SBP here, which keeps the forward exact, or leave this block out of layers=."
         )
     if s.outer != 1:
-        kept = kept.unflatten(axis, (s.outer, -1))
-        dropped = dropped.unflatten(axis, (s.outer, -1))
+        kept = unfold(kept, axis, (s.outer, -1))
+        dropped = unfold(dropped, axis, (s.outer, -1))
         return merge_parts(kept, dropped, s.at, axis + 1).flatten(axis, axis + 1)
     whole = merge_parts(kept, dropped, s.at, axis)
-    return whole if s.span == 1 else whole.unflatten(axis, s.at.grid)
+    return whole if s.span == 1 else unfold(whole, axis, s.at.grid)
 
 
 def merge_all(tree: Any) -> Any:
@@ -308,6 +313,13 @@ def note(owner: int, block: str, kind: str, what: str) -> bool:
 
 
 # The dispatch
+
+
+
+@torch.compiler.assume_constant_result
+def _name(func: Callable) -> str:
+    return func.__name__
+
 
 UNCHANGED = ("detach", "size", "dim", "requires_grad_")
 
@@ -382,6 +394,19 @@ def _assign(target: Any, result: Streams) -> Streams:
     """What an in-place operation leaves behind: the object that was named, with the new contents."""
     target.kept, target.dropped, target.role = result.kept, result.dropped, result.role
     return target
+
+
+class Route(torch.overrides.TorchFunctionMode):
+    """While a model is being compiled: Dynamo does not see the protocol on objects inside a tuple, as in cat((-b, a))."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for a in args:
+            if isinstance(a, (list, tuple)) and _find(a) is not None:
+                return dispatch(_name(func), func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+ROUTE = Route()
 
 
 # Pieces that rows share
@@ -480,7 +505,9 @@ def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = N
 def pointwise(name, func, args, kwargs):
     """Each position by itself, broadcasting."""
     streams = streams_in(args) + streams_in(tuple(kwargs.values()))
-    like = max(streams, key=lambda s: s.kept.ndim)
+    like = streams[0]
+    for other in streams[1:]:
+        like = other if other.kept.ndim > like.kept.ndim else like
     values = tuple(kwargs.values())
     pairs = _parts((args, values), like)
     if pairs is None:
