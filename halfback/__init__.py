@@ -1,9 +1,9 @@
 """halfback: train with a fraction of the backward pass.
 
-    report = hb.apply_(model, hb.SBP(keep=0.5))                  in place; what was touched, skipped, and why
-    report = hb.apply_(model, hb.SBP(keep=0.5), hb.Recompute())  methods compose
-    hb.remove_(model)                                            the exact inverse
-    with hb.exact(model): ...                                    exact gradients for a while
+report = hb.apply_(model, hb.SBP(keep=0.5))                  in place; what was touched, skipped, and why
+report = hb.apply_(model, hb.SBP(keep=0.5), hb.Recompute())  methods compose
+hb.remove_(model)                                            the exact inverse
+with hb.exact(model): ...                                    exact gradients for a while
 """
 
 from .attention import attention_memory

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .streams import BRANCH, WHOLE, Merge, Split, Streams, interleave, merge, note, same_layout, split, split_parts, unfold
+from .streams import BRANCH, WHOLE, Merge, Split, Streams, merge, merge_parts, note, same_layout, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -46,9 +46,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
     return unfold(out, 2, (each, q.shape[2])).flatten(1, 2)
 
 
-def token_major(x: Tensor) -> Tensor:
-    """(B, H, n, d) laid out by tokens in a storage of its own, so that holding it does not hold a fused projection."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+def dense(x: Tensor) -> Tensor:
+    """x in a storage of its own with its axes in the same order of strides, so that holding it does not hold a fused projection."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return x.clone()
+        expected *= size
+    return x
+
+
+def as_laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """A copy of x, laid out as `like`: what comes out of attention is then reshaped for the output projection without a copy."""
+    if x.shape != like.shape:
+        return x.contiguous()
+    return torch.empty_like(like).copy_(x)
 
 
 def _mask_rows(mask: Tensor | None, causal: bool, q: Streams, keys: int) -> tuple[Tensor | None, Tensor | None]:
@@ -61,8 +73,13 @@ def _mask_rows(mask: Tensor | None, causal: bool, q: Streams, keys: int) -> tupl
     return split_parts(mask, q.at, mask.ndim - 2)
 
 
-def _whole(x: Streams | Tensor) -> Tensor:
-    return merge(x) if isinstance(x, Streams) else x
+def join(x: Streams | Tensor, ordered: bool) -> Tensor:
+    """All positions of (B, H, n, d), laid out by tokens. Where order does not matter (no mask, not causal), kept ones come first."""
+    if not isinstance(x, Streams):
+        return x
+    kept, dropped = x.kept.transpose(1, 2), x.dropped.transpose(1, 2)
+    rows = merge_parts(kept, dropped, x.at, 1) if ordered else torch.cat((kept, dropped), 1)
+    return rows.transpose(1, 2)
 
 
 # The modes
@@ -87,12 +104,18 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         if fused is not None:
             return _kept_only(fused, q, key, value, attn_mask, is_causal, scale)
         why = "dropout" if dropout_p else "this mask or dtype"
-        note(q.site.owner, q.site.block, "fell back", f'attention="qkv" holds the dropped keys and values as constants: {why} has no fused backward')
+        note(
+            q.site.owner,
+            q.site.block,
+            "fell back",
+            f'attention="qkv" to constant dropped keys: {why} has no fused backward',
+        )
         key = key.like(key.kept, key.dropped.detach())
         value = value.like(value.kept, value.dropped.detach())
-    k, v = _whole(key), _whole(value)
+    ordered = is_causal or attn_mask is not None
+    k, v = join(key, ordered), join(value, ordered)
     kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
-    kept = sdpa(token_major(q.kept), k, v, kept_mask, dropout_p, False, scale)
+    kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
     dropped = sdpa(q.dropped.detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
     return q.like(kept, dropped, role=BRANCH)
 
@@ -140,7 +163,7 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
 
 def _fused(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
     """The kernel whose backward can be given its LSE, or None."""
-    if dropout_p or (mask is not None and (mask.requires_grad or mask.dtype == torch.bool and q.is_cuda)):
+    if dropout_p or (mask is not None and (mask.requires_grad or (mask.dtype == torch.bool and q.is_cuda))):
         return None
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None
@@ -162,9 +185,7 @@ def _forward(kernel: str, q, k, v, mask, causal: bool, scale) -> tuple[Tensor, T
 
 def _backward(kernel: str, grad, q, k, v, out, lse, mask, causal: bool, scale) -> tuple[Tensor, Tensor, Tensor]:
     if kernel == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     if kernel == "flash":
         noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         return aten._scaled_dot_product_flash_attention_backward(
@@ -180,50 +201,42 @@ def _backward(kernel: str, grad, q, k, v, out, lse, mask, causal: bool, scale) -
 @torch.library.custom_op("halfback::kept_attention", mutates_args=())
 def kept_attention(
     q1: Tensor,
-    q0: Tensor,
     k1: Tensor,
-    k0: Tensor,
     v1: Tensor,
-    v0: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Tensor | None,
     index: Tensor,
     kernel: str,
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of all positions: A of the kept (1), A of the dropped (0), and the LSE of the kept rows. The backward runs among the
-    kept ones and is given q, k, v, A and LSE of them: nothing of the dropped is held. One op, so that checkpointing can keep its
-    result instead of running it twice."""
-    kept = q1.shape[2]
-    ordered = causal or mask is not None  # without either, attention does not care in which order positions come
-
-    def join(one: Tensor, other: Tensor) -> Tensor:
-        return interleave(one, other, index, kept, 2) if ordered else torch.cat((one, other), 2)
-
-    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-        if ordered:
-            return x.index_select(2, index[0, :kept]), x.index_select(2, index[0, kept:])
-        return x.narrow(2, 0, kept), x.narrow(2, kept, x.shape[2] - kept)
-
-    each = q1.shape[1] // k1.shape[1]
-    k, v = _repeat(join(k1, k0), each), _repeat(join(v1, v0), each)
-    out, lse = _forward(kernel, join(q1, q0), k, v, mask, causal, scale)
-    out1, out0 = parts(out)
-    return token_major(out1), token_major(out0), parts(lse)[0].contiguous()
+    """Attention of all positions (q, k, v): A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept parts
+    q1, k1, v1 alone; beside them the backward is given A and LSE of the kept rows: nothing of the dropped is held. It is one op, so
+    that checkpointing can keep its result instead of running it twice."""
+    kept, n = q1.shape[2], q.shape[2]
+    each = q.shape[1] // k.shape[1]
+    out, lse = _forward(kernel, q, _repeat(k, each), _repeat(v, each), mask, causal, scale)
+    if causal or mask is not None:
+        out1, out0, lse1 = out.index_select(2, index[0, :kept]), out.index_select(2, index[0, kept:]), lse.index_select(2, index[0, :kept])
+    else:
+        out1, out0, lse1 = out.narrow(2, 0, kept), out.narrow(2, kept, n - kept), lse.narrow(2, 0, kept)
+    return as_laid_out(out1, q1), as_laid_out(out0, q.narrow(2, 0, n - kept)), lse1.contiguous()
 
 
 @kept_attention.register_fake
-def _(q1, q0, k1, k0, v1, v0, mask, index, kernel, causal, scale):
-    def blank(q: Tensor) -> Tensor:
-        batch, heads, n, _ = q.shape
-        return v1.new_empty((batch, n, heads, v1.shape[3])).transpose(1, 2)
-
+def _(q1, k1, v1, q, k, v, mask, index, kernel, causal, scale):
+    batch, heads, kept, width = *q1.shape[:3], v1.shape[3]
+    out1 = torch.empty_like(q1) if q1.shape[3] == width else q1.new_empty((batch, heads, kept, width))
     exact = torch.float64 if q1.dtype == torch.float64 else torch.float32
-    return blank(q1), blank(q0), q1.new_empty(q1.shape[:3], dtype=exact)
+    out0 = q.narrow(2, 0, q.shape[2] - kept)
+    out0 = torch.empty_like(out0) if q.shape[3] == width else q.new_empty((*out0.shape[:3], width))
+    return out1, out0, q1.new_empty(q1.shape[:3], dtype=exact)
 
 
 def _save(ctx, inputs, output) -> None:
-    q1, _, k1, _, v1, _, mask, index, kernel, causal, scale = inputs
+    q1, k1, v1, _, _, _, mask, index, kernel, causal, scale = inputs
     out1, _, lse1 = output
     ctx.save_for_backward(q1, k1, v1, out1, lse1, mask, index)
     ctx.kernel, ctx.causal, ctx.scale = kernel, causal, scale
@@ -236,7 +249,7 @@ def _restore(ctx, grad, _, __):
         kept = index[0, : q.shape[2]]
         mask = mask.index_select(2, kept).index_select(3, kept)
     dq, dk, dv = _backward(ctx.kernel, grad, q, _repeat(k, each), _repeat(v, each), out, lse, mask, ctx.causal, ctx.scale)
-    return dq, None, _fold(dk, each), None, _fold(dv, each), None, None, None, None, None, None
+    return dq, _fold(dk, each), _fold(dv, each), None, None, None, None, None, None, None, None
 
 
 kept_attention.register_autograd(_restore, setup_context=_save)
@@ -251,18 +264,20 @@ def _fold(x: Tensor, each: int) -> Tensor:
 
 
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
-    tensors = [q.kept, q.dropped.detach(), k.kept, k.dropped.detach(), v.kept, v.dropped.detach()]
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
-        tensors = [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if mask is not None:
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=tensors[0].dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
-        mask = mask.to(tensors[0].dtype)
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
+        mask = mask.to(q.dtype)
         while mask.ndim < 4:
             mask = mask.unsqueeze(0)
         mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
-    kept, dropped, _ = torch.ops.halfback.kept_attention(*tensors, mask, q.at.index, kernel, causal, scale)
+    ordered = causal or mask is not None
+    whole = [join(x.detach(), ordered) for x in (q, k, v)]
+    kept, dropped, _ = torch.ops.halfback.kept_attention(q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 
@@ -280,16 +295,21 @@ def multi_head(
     if not plain or need_weights or add_zero_attn or use_separate_proj_weight or not isinstance(query, Streams) or query.ndim != 3:
         return NotImplemented
     n, batch, width = query.shape
+    by_batch = query.kept.stride(1) >= query.kept.stride(0)  # as it lies in memory, nothing has to be moved
+    x = query.transpose(0, 1) if by_batch else query
     if is_causal and key_padding_mask is None:
         attn_mask = None
     else:
         is_causal = False
     mask = _combined(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
-    packed = F.linear(query, in_proj_weight, in_proj_bias)
-    q, k, v = [x.reshape(n, batch, num_heads, -1).permute(1, 2, 0, 3) for x in packed.chunk(3, -1)]
+    lead = (batch, n) if by_batch else (n, batch)
+    order = (0, 2, 1, 3) if by_batch else (1, 2, 0, 3)
+    back = (0, 2, 1, 3) if by_batch else (2, 0, 1, 3)
+    packed = F.linear(x, in_proj_weight, in_proj_bias)
+    q, k, v = [part.reshape(*lead, num_heads, -1).permute(order) for part in packed.chunk(3, -1)]
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0, is_causal)
-    out = F.linear(out.permute(2, 0, 1, 3).reshape(n, batch, width), out_proj_weight, out_proj_bias)
-    return out, None
+    out = F.linear(out.permute(back).reshape(*lead, width), out_proj_weight, out_proj_bias)
+    return out.transpose(0, 1) if by_batch else out, None
 
 
 def _combined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:
@@ -324,5 +344,3 @@ def attention_memory(n: int, d: int, keep: float, attention: str = "query", maps
     else:
         raise ValueError(f"attention_memory(): attention={attention!r} is none of {', '.join(MODES)}.")
     return part / whole
-
-

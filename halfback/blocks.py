@@ -69,7 +69,7 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any, caller: str =
     if isinstance(layers, str) and (share := re.fullmatch(r"(first|last) (\d+)(?:/(\d+))?", layers.strip())):
         number = Fraction(int(share[2]), int(share[3] or 1))
         count = math.ceil(number * len(names)) if share[3] else min(int(share[2]), len(names))
-        if count < 1 or number > 1 and share[3]:
+        if count < 1 or (number > 1 and share[3]):
             raise ValueError(f"{caller}: layers={layers!r} is no share of the {len(names)} blocks of {kind}.")
         return names[-count:] if share[1] == "last" else names[:count]
     if callable(layers):

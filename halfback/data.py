@@ -62,12 +62,13 @@ def _from_file(path: Path) -> Data:
         raise FileNotFoundError(f"data '{path}': there is no such file.")
     try:
         with np.load(path, allow_pickle=False) as file:
-            missing = [k for k in KEYS if k not in file.files]
-            if missing:
-                raise ValueError(f"data '{path}': {', '.join(missing)} missing. It has {', '.join(file.files) or 'nothing'}; wanted: {', '.join(KEYS)}.")
-            arrays = [file[k] for k in KEYS]
-    except (zipfile.BadZipFile, OSError) as e:
-        raise ValueError(f"data '{path}' is no .npz file: {e}.") from e
+            found = {name: file[name] for name in file.files}
+    except (zipfile.BadZipFile, OSError, ValueError, AttributeError, TypeError) as e:
+        raise ValueError(f"data '{path}' is no .npz file of plain arrays.") from e
+    missing = [k for k in KEYS if k not in found]
+    if missing:
+        raise ValueError(f"data '{path}': {', '.join(missing)} missing. It has {', '.join(found) or 'nothing'}; wanted: {', '.join(KEYS)}.")
+    arrays = [found[k] for k in KEYS]
     _check(path, *arrays)
     return _make(path.name, *arrays)
 
@@ -75,7 +76,9 @@ def _from_file(path: Path) -> Data:
 def _check(path: Path, x_train: np.ndarray, y_train: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> None:
     for kind, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if x.ndim not in (3, 4) or x.dtype.kind not in "uf":
-            raise ValueError(f"data '{path}': x_{kind} has shape {x.shape} and type {x.dtype}; wanted (N, H, W) or (N, C, H, W), uint8 or float.")
+            raise ValueError(
+                f"data '{path}': x_{kind} has shape {x.shape} and type {x.dtype}; wanted (N, H, W) or (N, C, H, W), uint8 or float."
+            )
         if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
             raise ValueError(f"data '{path}': y_{kind} has shape {y.shape} and type {y.dtype}; wanted ({len(x)},) integers, one an image.")
         if not len(y) or y.min() < 0:

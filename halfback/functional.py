@@ -1,7 +1,7 @@
 """Stochastic backpropagation of a single operation.
 
-    forward    y = f(x)                               exact
-    backward   dy_dropped = 0, so dx and dW come from kept positions alone    approximate
+forward    y = f(x)                               exact
+backward   dy_dropped = 0, so dx and dW come from kept positions alone    approximate
 """
 
 from __future__ import annotations

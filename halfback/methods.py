@@ -1,6 +1,6 @@
 """What a user asks for: frozen, checked when made, with one text form.
 
-    sbp(keep=0.5)+recompute        the same in Python reports and on the command line
+sbp(keep=0.5)+recompute        the same in Python reports and on the command line
 """
 
 from __future__ import annotations

@@ -161,9 +161,7 @@ def starts(n: int, counts: Sequence[int]) -> int:
     return math.gcd(n, *counts)
 
 
-def orders(
-    grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator
-) -> list[np.ndarray]:
+def orders(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator) -> list[np.ndarray]:
     """For each count an order of the grid's positions whose first `count` are kept."""
     n = math.prod(grid)
     if sampler == "random":

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from . import attention, blocks as finding
+from . import blocks as finding
+from . import ops  # noqa: F401  fills the table
 from .methods import SBP, Method, Recompute, SkipTokens
 from .positions import Positions, draw, keeps, tick
-from .streams import LISTENERS, ROUTE, TRUNK, Site, Streams, contains, merge, merge_all, merge_parts, split, split_parts
+from .streams import LISTENERS, ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 256  # splits whose positions a checkpoint may still ask for
@@ -218,15 +219,31 @@ class Hook:
         return not (module.training and torch.is_grad_enabled() and self.state.on)
 
 
+_BEFORE: list[bool] = []
+
+
 @torch.compiler.assume_constant_result
 def _allow(within: bool) -> bool:
     """At trace time: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering a
     function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation."""
     config = torch._dynamo.config
     if within:
-        _allow.before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = within or _allow.before
+        _BEFORE.append(config.skip_fwd_side_effects_in_bwd_under_checkpoint)
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = within or _BEFORE.pop()
     return True
+
+
+class Allow(Hook):
+    """Before and after a module that calls blocks, while it is traced."""
+
+    def __init__(self, state: State, within: bool):
+        super().__init__(state)
+        self.within = within
+
+    def __call__(self, module, *_):
+        if torch.compiler.is_compiling() and not self.idle(module):
+            _allow(self.within)
+        return None
 
 
 class Begin(Hook):
@@ -236,8 +253,6 @@ class Begin(Hook):
         if self.idle(module):
             return None
         self.state.open, self.state.current, self.state.key = True, None, tick(self.state.step)
-        if torch.compiler.is_compiling():
-            _allow(True)
         return None
 
 
@@ -248,8 +263,6 @@ class End(Hook):
         if self.idle(module):
             return None
         self.state.open, self.state.current, self.state.key, self.state.grid = False, None, None, None
-        if torch.compiler.is_compiling():
-            _allow(False)
         return merge_all(output) if contains(output) else None
 
 
@@ -298,7 +311,7 @@ class Enter(Hook):
         state = self.state
         if isinstance(x, Streams):
             if len(state.ratios) == 1:
-                return Streams(x.kept, x.dropped, x.at, x.axis, x.span, x.outer, TRUNK, state.site(self.name), x.rest)
+                return x.entering(state.site(self.name))
             x = merge(x)
         if x.ndim < 3 or not x.is_floating_point():
             state.report.skipped[self.name] = f"its input has shape {tuple(x.shape)}, which has no positions"
@@ -323,8 +336,8 @@ class Enter(Hook):
         site = self.state.site(self.name)
         carry = at.always == 0 if self.state.method.carry is None else self.state.method.carry
         if carry:
-            return Streams(kept, dropped.detach(), at, axis, span, 1, TRUNK, site)
-        return Streams(kept, None, at, axis, span, 1, TRUNK, site, rest=dropped.detach())
+            return Streams((kept, dropped.detach()), None, at, axis, span, 1, TRUNK, site)
+        return Streams((kept, None), None, at, axis, span, 1, TRUNK, site, rest=dropped.detach())
 
 
 class Leave(Hook):
@@ -340,7 +353,7 @@ class Leave(Hook):
 
 def _restored(tree: Any) -> Any:
     """SkipTokens: what waited comes back, as it left."""
-    if isinstance(tree, Streams) and tree.dropped is None:
+    if isinstance(tree, Streams) and absent(tree):
         return merge_parts(tree.kept, tree.rest.to(tree.kept.dtype), tree.at, tree.axis)
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return type(tree)([_restored(x) for x in tree])
@@ -386,17 +399,24 @@ class Recomputed:
         return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
 
     def streams(self, x: Streams, place: int, args: tuple, kwargs: dict) -> Any:
-        def run(kept, dropped, *others, **kw):
-            whole = Streams(kept, dropped, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
+        tensors = (x.whole,) if x.parts is None else x.parts
+
+        def run(*inputs, **kw):
+            own, others = inputs[: len(tensors)], inputs[len(tensors) :]
+            parts, whole = (None, own[0]) if len(own) == 1 else (own, None)
+            again = Streams(parts, whole, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
             if torch.compiler.is_compiling():
                 with ROUTE:
-                    return self.plain(*others[:place], whole, *others[place:], **kw)
-            return self.plain(*others[:place], whole, *others[place:], **kw)
+                    return self.plain(*others[:place], again, *others[place:], **kw)
+            return self.plain(*others[:place], again, *others[place:], **kw)
 
         rest = (*args[:place], *args[place + 1 :])
         if torch.compiler.is_compiling():
-            return checkpoint(run, x.kept, x.dropped, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
-        return checkpoint(run, x.kept, x.dropped, *rest, use_reentrant=False, **kwargs)
+            _allow(True)
+            out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
+            _allow(False)
+            return out
+        return checkpoint(run, *tensors, *rest, use_reentrant=False, **kwargs)
 
 
 # The public verbs
@@ -459,6 +479,9 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     state = State(method, chosen, ends, _chains(model, [(n, modules[n]) for n in order], chosen), report)
     model.register_forward_pre_hook(Begin(state), with_kwargs=True, prepend=True)
     model.register_forward_hook(End(state), always_call=True)
+    for name in _above(chosen):
+        modules[name].register_forward_pre_hook(Allow(state, True))
+        modules[name].register_forward_hook(Allow(state, False))
     for name in _before(model, chosen[0]):
         modules[name].register_forward_hook(Grid(state, name))
     for name in opaque:
@@ -478,6 +501,12 @@ def _chains(model: nn.Module, blocks: list[finding.Named], chosen: list[str]) ->
         known = list(itertools.takewhile(lambda f: -1 not in f, factors))
         chains[name] = known
     return chains
+
+
+def _above(chosen: list[str]) -> list[str]:
+    """The modules that chosen blocks are in, but for the root, whose hooks are traced apart from its forward."""
+    parts = [name.split(".") for name in chosen]
+    return sorted({".".join(p[:i]) for p in parts for i in range(1, len(p))})
 
 
 def _before(model: nn.Module, first: str) -> list[str]:

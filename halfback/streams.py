@@ -1,8 +1,8 @@
-"""One tensor held as two streams, and the table of torch functions that run on it.
+"""One tensor held as two streams, and how torch functions reach it.
 
 A `Streams` stands for a tensor whose positions (tokens, pixels, frames) are split in two parts, `kept` and `dropped`. The
 model's own code runs on it unmodified: it answers to torch's function protocol, so every torch function that meets one is
-looked up in the table below by name. Its forward is the model's own; what it changes is who gets a gradient.
+looked up by name in a table (ops.py). Its forward is the model's own; what it changes is who gets a gradient.
 
 NOTE [five rules]
  1. Every op runs on both parts, as it is. Nothing is special-cased by model.
@@ -111,20 +111,27 @@ class Merge(torch.autograd.Function):
 
 
 def split_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
+    """Both parts of x along `dim`. Rows are gathered: where positions come last (channels first), the axis before them is what a row
+    holds, and the parts lie in memory with channels last."""
+    if x.ndim > 2 and dim == x.ndim - 1:
+        kept, dropped = Split.apply(x.transpose(1, dim), at.index, at.k, 1)
+        return kept.transpose(1, dim), dropped.transpose(1, dim)
     return Split.apply(x, at.index, at.k, dim)
 
 
 def merge_parts(kept: Tensor, dropped: Tensor, at: Positions, dim: int) -> Tensor:
+    if kept.ndim > 2 and dim == kept.ndim - 1:
+        return Merge.apply(kept.transpose(1, dim), dropped.transpose(1, dim), at.index, at.k, 1).transpose(1, dim)
     return Merge.apply(kept, dropped, at.index, at.k, dim)
 
 
 @dataclass(eq=False)
 class Streams:
-    """One tensor as two parts. `dropped` is None where the dropped positions are left out of the forward (SkipTokens);
-    `rest` is then what they were when they left."""
+    """One tensor as two parts, or as the whole that they are split from when somebody asks for them: a trunk that only convolutions
+    and joins use is never taken apart. A dropped part of None was left out of the forward (SkipTokens); `rest` is what it was then."""
 
-    kept: Tensor
-    dropped: Tensor | None
+    parts: tuple[Tensor, Tensor | None] | None
+    whole: Tensor | None
     at: Positions
     axis: int
     span: int
@@ -148,8 +155,8 @@ class Streams:
     ) -> Streams:
         """The same positions, other contents."""
         return Streams(
-            kept,
-            dropped,
+            (kept, dropped),
+            None,
             self.at,
             self.axis if axis is None else axis,
             self.span if span is None else span,
@@ -158,6 +165,32 @@ class Streams:
             self.site,
             self.rest,
         )
+
+    def entering(self, site: Site) -> Streams:
+        """The same contents as the trunk of another block (rule 2)."""
+        return Streams(self.parts, self.whole, self.at, self.axis, self.span, self.outer, TRUNK, site, self.rest)
+
+    def taken_apart(self) -> tuple[Tensor, Tensor | None]:
+        if self.parts is None:
+            self.parts = split_parts(self.whole.flatten(self.axis, self.axis + self.span - 1), self.at, self.axis)
+        return self.parts
+
+    @property
+    def kept(self) -> Tensor:
+        return self.taken_apart()[0]
+
+    @property
+    def dropped(self) -> Tensor | None:
+        return self.taken_apart()[1]
+
+    @property
+    def some(self) -> Tensor:
+        """A tensor of its kind."""
+        return self.parts[0] if self.parts is not None else self.whole
+
+    @property
+    def part_ndim(self) -> int:
+        return self.parts[0].ndim if self.parts is not None else self.whole.ndim - self.span + 1
 
     # What a tensor says of itself
 
@@ -168,24 +201,26 @@ class Streams:
 
     @property
     def shape(self) -> torch.Size:
-        part = self.kept.shape
+        if self.parts is None:
+            return self.whole.shape
+        part = self.parts[0].shape
         return torch.Size((*part[: self.axis], *self.extents, *part[self.axis + 1 :]))
 
     @property
     def ndim(self) -> int:
-        return self.kept.ndim + self.span - 1
+        return self.part_ndim + self.span - 1
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.kept.dtype
+        return self.some.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.kept.device
+        return self.some.device
 
     @property
     def is_cuda(self) -> bool:
-        return self.kept.is_cuda
+        return self.some.is_cuda
 
     @property
     def is_nested(self) -> bool:
@@ -193,11 +228,12 @@ class Streams:
 
     @property
     def requires_grad(self) -> bool:
-        return self.kept.requires_grad or (self.dropped is not None and self.dropped.requires_grad)
+        parts = (self.whole,) if self.parts is None else self.parts
+        return any([p is not None and p.requires_grad for p in parts])
 
     @property
     def grad_fn(self):
-        return self.kept.grad_fn
+        return self.some.grad_fn
 
     @property
     def mT(self):
@@ -216,13 +252,13 @@ class Streams:
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        return self.kept.is_floating_point()
+        return self.some.is_floating_point()
 
     def is_complex(self) -> bool:
-        return self.kept.is_complex()
+        return self.some.is_complex()
 
     def get_device(self) -> int:
-        return self.kept.get_device()
+        return self.some.get_device()
 
     def is_contiguous(self, memory_format=torch.contiguous_format) -> bool:
         return True
@@ -235,27 +271,33 @@ class Streams:
 
 
 def _flatten(s: Streams):
-    return (s.kept, s.dropped, s.rest, s.at), (s.axis, s.span, s.outer, s.role, s.site)
+    return (s.parts, s.whole, s.rest, s.at), (s.axis, s.span, s.outer, s.role, s.site)
 
 
 def _unflatten(children, context) -> Streams:
-    kept, dropped, rest, at = children
+    parts, whole, rest, at = children
     axis, span, outer, role, site = context
-    return Streams(kept, dropped, at, axis, span, outer, role, site, rest)
+    return Streams(parts, whole, at, axis, span, outer, role, site, rest)
 
 
 pytree.register_pytree_node(Streams, _flatten, _unflatten, serialized_type_name="halfback.Streams")
 
 
 def split(x: Tensor, at: Positions, axis: int, span: int, role: str, site: Site) -> Streams:
-    """The two streams of a tensor whose positions lie on `span` axes from `axis` on."""
-    kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
-    return Streams(kept, dropped, at, axis, span, 1, role, site)
+    """The two streams of a tensor whose positions lie on `span` axes from `axis` on. A trunk is taken apart when needed; a branch at
+    once, or what saves it would save all of it."""
+    s = Streams(None, x, at, axis, span, 1, role, site)
+    if role != TRUNK:
+        s.taken_apart()
+        s.whole = None
+    return s
 
 
 def merge(s: Streams) -> Tensor:
     """The whole tensor, exactly (rule 4)."""
-    kept, dropped, axis = s.kept, s.dropped, s.axis
+    if s.parts is None:
+        return s.whole
+    (kept, dropped), axis = s.parts, s.axis
     if dropped is None:
         raise RuntimeError(
             f"SkipTokens: {s.site.block} runs an operation that needs all positions, and the dropped ones are not there. "
@@ -314,6 +356,7 @@ def note(owner: int, block: str, kind: str, what: str) -> bool:
 
 # The dispatch
 
+TABLE: dict[str, Callable] = {}  # name of a torch function -> its row; filled by ops.py
 
 
 @torch.compiler.assume_constant_result
@@ -326,7 +369,7 @@ UNCHANGED = ("detach", "size", "dim", "requires_grad_")
 
 def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one torch function that met Streams: by its row in the table, or merged."""
-    first = _find(args) or _find(tuple(kwargs.values()))
+    first = find(args) or find(tuple(kwargs.values()))
     if not torch.is_grad_enabled() and name not in UNCHANGED and first.requires_grad:
         raise RuntimeError(
             f"{first.site.block or 'a block'} calls {name}() on activations with gradients switched off: inside a custom "
@@ -353,12 +396,12 @@ def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     return func(*merge_all(args), **merge_all(kwargs))
 
 
-def _find(args: Sequence) -> Streams | None:
+def find(args: Sequence) -> Streams | None:
     for a in args:
         if isinstance(a, Streams):
             return a
         if isinstance(a, (list, tuple)):
-            found = _find(a)
+            found = find(a)
             if found is not None:
                 return found
     return None
@@ -392,8 +435,24 @@ def _functional(plain: str, func: Callable) -> Callable:
 
 def _assign(target: Any, result: Streams) -> Streams:
     """What an in-place operation leaves behind: the object that was named, with the new contents."""
-    target.kept, target.dropped, target.role = result.kept, result.dropped, result.role
+    target.parts, target.whole, target.role = result.parts, result.whole, result.role
     return target
+
+
+def absent(s: Streams) -> bool:
+    """Was the dropped part left out of the forward?"""
+    return s.parts is not None and s.parts[1] is None
+
+
+def same_layout(a: Streams, b: Streams) -> bool:
+    """Do two lie alike, counted from the last axis, as broadcasting counts?"""
+    return (
+        (a.at is b.at or a.at.index is b.at.index)
+        and a.part_ndim - a.axis == b.part_ndim - b.axis
+        and a.span == b.span
+        and a.outer == b.outer
+        and absent(a) == absent(b)
+    )
 
 
 class Route(torch.overrides.TorchFunctionMode):
@@ -401,535 +460,12 @@ class Route(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         for a in args:
-            if isinstance(a, (list, tuple)) and _find(a) is not None:
+            if isinstance(a, (list, tuple)) and find(a) is not None:
                 return dispatch(_name(func), func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 ROUTE = Route()
-
-
-# Pieces that rows share
-
-
-def streams_in(args: Sequence) -> list[Streams]:
-    out: list[Streams] = []
-    for a in args:
-        if isinstance(a, Streams):
-            out.append(a)
-        elif isinstance(a, (list, tuple)):
-            out.extend(streams_in(a))
-    return out
-
-
-def same_layout(a: Streams, b: Streams) -> bool:
-    """Do two lie alike, counted from the last axis, as broadcasting counts?"""
-    return (
-        (a.at is b.at or a.at.index is b.at.index)
-        and a.kept.ndim - a.axis == b.kept.ndim - b.axis
-        and a.span == b.span
-        and a.outer == b.outer
-        and (a.dropped is None) == (b.dropped is None)
-    )
-
-
-def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
-    """The two parts of a plain tensor that is broadcast against Streams; None where that cannot be told."""
-    after = like.kept.ndim - like.axis - 1
-    if t.ndim <= after:
-        return t, t
-    while t.ndim < after + like.span:
-        t = t.unsqueeze(0)
-    first = t.ndim - after - like.span
-    sizes = tuple(t.shape[first : first + like.span])
-    if all([s == 1 for s in sizes]):
-        t = t.flatten(first, first + like.span - 1)
-        return t, t
-    if like.outer != 1:
-        return None
-    if sizes != tuple(like.extents):
-        t = t.expand(*t.shape[:first], *like.extents, *t.shape[first + like.span :])
-    return split_parts(t.flatten(first, first + like.span - 1), like.at, first)
-
-
-def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
-    """Arguments for the kept and for the dropped part."""
-    if isinstance(args, Streams):
-        return (args.kept, args.dropped) if same_layout(args, like) else None
-    if isinstance(args, Tensor):
-        return _share(args, like)
-    if isinstance(args, (list, tuple)):
-        pairs = [_parts(a, like) for a in args]
-        if any([p is None for p in pairs]):
-            return None
-        return type(args)([p[0] for p in pairs]), type(args)([p[1] for p in pairs])
-    return args, args
-
-
-def _role(streams: Sequence[Streams], weights: bool = False) -> str:
-    roles = [s.role for s in streams]
-    if WHOLE in roles:
-        return WHOLE
-    return BRANCH if weights or BRANCH in roles else TRUNK
-
-
-def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
-    """f on each part (rule 1). f may return a tensor or a sequence of them."""
-    kept = f(s.kept)
-    dropped = None if s.dropped is None else f(s.dropped)
-    return _zip(s, kept, dropped, axis, span, outer, role)
-
-
-def _zip(s: Streams, kept: Any, dropped: Any, axis=None, span=None, outer=None, role=None) -> Any:
-    if isinstance(kept, (list, tuple)):
-        pairs = zip(kept, dropped if dropped is not None else [None] * len(kept), strict=True)
-        return tuple([_zip(s, k, d, axis, span, outer, role) for k, d in pairs])
-    return s.like(kept, dropped, axis, span, outer, role)
-
-
-def part_axis(s: Streams, dim: int) -> int | None:
-    """An axis of the whole tensor as an axis of its parts; None for a position axis."""
-    dim = dim % s.ndim
-    if s.axis <= dim < s.axis + s.span:
-        return None
-    return dim if dim < s.axis else dim - s.span + 1
-
-
-def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = None) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-# The rows
-
-
-def pointwise(name, func, args, kwargs):
-    """Each position by itself, broadcasting."""
-    streams = streams_in(args) + streams_in(tuple(kwargs.values()))
-    like = streams[0]
-    for other in streams[1:]:
-        like = other if other.kept.ndim > like.kept.ndim else like
-    values = tuple(kwargs.values())
-    pairs = _parts((args, values), like)
-    if pairs is None:
-        return NotImplemented
-    role = _role(streams)
-    if name in JOINS and len(streams) > 1 and like.site.attention != "skip":
-        pairs, role = _cut(pairs, streams, args, role)
-    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
-    kept = func(*kept_args, **dict(zip(kwargs, kept_values, strict=True)))
-    dropped = None
-    if like.dropped is not None:
-        dropped = func(*dropped_args, **dict(zip(kwargs, dropped_values, strict=True)))
-    after = like.kept.ndim - like.axis
-    return _zip(like, kept, dropped, axis=kept.ndim - after, role=role)
-
-
-JOINS = ("add", "sub", "addcmul")
-
-
-def _cut(pairs, streams, args, role):
-    """Rule 2: where trunk and branch meet, the branch's dropped part is a constant."""
-    roles = [s.role for s in streams]
-    if TRUNK not in roles:
-        return pairs, role
-    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
-    dropped_args = [
-        d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d
-        for a, d in zip(args, dropped_args, strict=True)
-    ]
-    return ((kept_args, kept_values), (tuple(dropped_args), dropped_values)), TRUNK
-
-
-def per_part(name, func, args, kwargs):
-    """Functions of one tensor that do not care for its shape."""
-    return both(args[0], lambda part: func(part, *args[1:], **kwargs))
-
-
-def blank(name, func, args, kwargs):
-    """New tensors made in the likeness of Streams are whole, plain tensors."""
-    s = args[0]
-    likeness = s.kept.new_empty(()).expand(s.shape)
-    return func(likeness, *args[1:], **kwargs)
-
-
-def linear(name, func, args, kwargs):
-    """Layers on the last axis: y = x W' + b."""
-    x = _argument(args, kwargs, 0, "input")
-    weights = [a for a in (*args, *kwargs.values()) if a is not x]
-    if not isinstance(x, Streams) or part_axis(x, -1) is None or _find(weights) is not None:
-        return NotImplemented
-    rest = {k: v for k, v in kwargs.items() if k != "input"}
-    return both(x, lambda part: func(part, *args[1:], **rest), role=_role([x], weights=True))
-
-
-def addmm(name, func, args, kwargs):
-    bias, x, weight = args
-    if not isinstance(x, Streams) or x.axis != 0 or x.span != 1 or isinstance(bias, Streams) or bias.ndim > 1:
-        return NotImplemented
-    return both(x, lambda part: func(bias, part, weight, **kwargs), role=_role([x], weights=True))
-
-
-def matmul(name, func, args, kwargs):
-    """Rows of the first factor are positions; a second factor that has them too is merged, exactly."""
-    x, y = args
-    if not isinstance(x, Streams) or x.ndim < 2 or x.span != 1 or x.axis != x.kept.ndim - 2:
-        return NotImplemented
-    if isinstance(y, Streams):
-        note(y.site.owner, y.site.block, "merged", f"second factor of {name}")
-        y = merge(y)
-    if y.ndim < 2 or y.ndim > x.ndim:
-        return NotImplemented
-    return both(x, lambda part: func(part, y, **kwargs), role=_role([x], weights=True))
-
-
-def norm(name, func, args, kwargs):
-    """layer_norm and rms_norm: over the last axes."""
-    x = args[0]
-    shape = _argument(args, kwargs, 1, "normalized_shape")
-    if not isinstance(x, Streams) or x.ndim - len(shape) < x.axis + x.span:
-        return NotImplemented
-    return both(x, lambda part: func(part, *args[1:], **kwargs))
-
-
-def along(name, func, args, kwargs):
-    """Reductions and softmaxes over axes that are not positions."""
-    x = args[0]
-    dim = _argument(args, kwargs, 1, "dim")
-    if not isinstance(x, Streams) or dim is None or isinstance(dim, bool):
-        return NotImplemented
-    dims = [part_axis(x, d) for d in ([dim] if isinstance(dim, int) else dim)]
-    if not dims or None in dims:
-        return NotImplemented
-    place = dims[0] if isinstance(dim, int) else dims
-    keyword = {k: v for k, v in kwargs.items() if k != "dim"}
-    gone = 0
-    if name in REDUCTIONS and not _argument(args, kwargs, 2, "keepdim", False):
-        gone = len([d for d in dims if d < x.axis])
-    return both(x, lambda part: func(part, place, *args[2:], **keyword), axis=x.axis - gone)
-
-
-REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp", "prod")
-KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
-
-
-def pieces(name, func, args, kwargs):
-    """chunk, split, tensor_split, narrow: along an axis that is no position."""
-    x = args[0]
-    where = 1 if name == "narrow" else 2
-    dim = _argument(args, kwargs, where, "dim", 0)
-    axis = part_axis(x, dim) if isinstance(x, Streams) else None
-    if axis is None:
-        return NotImplemented
-    keyword = {k: v for k, v in kwargs.items() if k != "dim"}
-    if name == "narrow":
-        return both(x, lambda part: func(part, axis, *args[2:], **keyword))
-    return both(x, lambda part: func(part, *args[1:2], dim=axis, **keyword))
-
-
-def unbind(name, func, args, kwargs):
-    """unbind and select: the axis goes."""
-    x = args[0]
-    axis = part_axis(x, _argument(args, kwargs, 1, "dim", 0))
-    if axis is None:
-        return NotImplemented
-    index = (_argument(args, kwargs, 2, "index"),) if name == "select" else ()
-    return both(x, lambda part: func(part, axis, *index), axis=x.axis - (axis < x.axis))
-
-
-def repeat_interleave(name, func, args, kwargs):
-    x, repeats = args[0], _argument(args, kwargs, 1, "repeats")
-    dim = _argument(args, kwargs, 2, "dim")
-    axis = None if dim is None else part_axis(x, dim)
-    if axis is None or not isinstance(repeats, int):
-        return NotImplemented
-    return both(x, lambda part: func(part, repeats, dim=axis))
-
-
-def cat(name, func, args, kwargs):
-    """cat and stack along an axis that is no position."""
-    tensors = _argument(args, kwargs, 0, "tensors")
-    dim = _argument(args, kwargs, 1, "dim", 0)
-    if name in ("cat", "concat"):  # torch ignores empty vectors here, and so do growing caches
-        tensors = [t for t in tensors if isinstance(t, Streams) or t.shape != (0,)]
-        if len(tensors) == 1:
-            return tensors[0]
-    streams = streams_in(tensors)
-    like = streams[0]
-    ndim = like.ndim + (name == "stack")
-    dim = dim % ndim
-    inside = like.axis < dim < like.axis + like.span if name == "stack" else like.axis <= dim < like.axis + like.span
-    if inside or any([t.ndim != like.ndim for t in tensors]):
-        return NotImplemented
-    pairs = _parts(list(tensors), like)
-    if pairs is None:
-        return NotImplemented
-    axis = dim if dim <= like.axis else dim - like.span + 1
-    kept = func(pairs[0], axis)
-    dropped = None if like.dropped is None else func(pairs[1], axis)
-    moved = 1 if name == "stack" and axis <= like.axis else 0
-    return like.like(kept, dropped, axis=like.axis + moved, role=_role(streams))
-
-
-# Views
-
-
-def _sizes(args: Sequence) -> list:
-    return list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple, torch.Size)) else list(args)
-
-
-def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
-    """A view whose position axes can still be told from the others; else NotImplemented."""
-    shape = list(shape)
-    if -1 in shape:
-        known = math.prod([x for x in shape if x != -1])
-        shape[shape.index(-1)] = s.numel() // known if known else 0
-    n = s.at.n
-    before = math.prod(s.kept.shape[: s.axis]) * s.outer
-    count = 1
-    for i, extent in enumerate(shape):
-        if count == before and extent != 1:
-            span, product = 1, extent
-            while product < n and i + span < len(shape):
-                product *= shape[i + span]
-                span += 1
-            spread = tuple(shape[i : i + span])
-            if product == n and (span == 1 or spread == s.at.grid):
-                return _viewed(s, shape, i, span, 1, func)
-            return NotImplemented
-        if count < before and count * extent == before * n and before % count == 0:
-            return _viewed(s, shape, i, 1, before // count, func)
-        count *= extent
-    return NotImplemented
-
-
-def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func: Callable) -> Streams:
-    front, back = shape[:axis], shape[axis + span :]
-
-    def view(part: Tensor) -> Tensor:
-        p = part.shape[s.axis] // s.outer
-        return func(part, (*front, outer * p, *back))
-
-    return both(s, view, axis=axis, span=span, outer=outer)
-
-
-def reshape(name, func, args, kwargs):
-    x = args[0]
-    if len(args) == 2 and isinstance(args[1], torch.dtype):
-        return both(x, lambda part: func(part, args[1]))
-    if name.endswith("_as"):
-        shape: Sequence = args[1].shape
-    else:
-        shape = _sizes(args[1:]) if len(args) > 1 else kwargs.get("shape", kwargs.get("size"))
-    if not isinstance(x, Streams):
-        return NotImplemented
-    return reshaped(x, shape, torch.reshape)  # a part need not be contiguous where the whole tensor was
-
-
-def flatten(name, func, args, kwargs):
-    x = args[0]
-    start = _argument(args, kwargs, 1, "start_dim", 0) % x.ndim
-    end = _argument(args, kwargs, 2, "end_dim", -1) % x.ndim
-    shape = list(x.shape)
-    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], torch.reshape)
-
-
-def unflatten(name, func, args, kwargs):
-    x = args[0]
-    dim = _argument(args, kwargs, 1, "dim") % x.ndim
-    sizes = list(_argument(args, kwargs, 2, "sizes"))
-    shape = list(x.shape)
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = shape[dim] // math.prod([z for z in sizes if z != -1])
-    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], torch.reshape)
-
-
-def permute(name, func, args, kwargs):
-    x = args[0]
-    dims = _sizes(args[1:]) if len(args) > 1 else list(kwargs["dims"])
-    return _permuted(x, [d % x.ndim for d in dims])
-
-
-def _permuted(x: Streams, dims: list[int]) -> Any:
-    group = list(range(x.axis, x.axis + x.span))
-    axis = dims.index(x.axis)
-    if dims[axis : axis + x.span] != group:
-        return NotImplemented
-    order = [part_axis(x, d) for d in dims if d not in group[1:]]
-    order[axis] = x.axis
-    return both(x, lambda part: part.permute(order), axis=axis)
-
-
-def transpose(name, func, args, kwargs):
-    x = args[0]
-    first, second = (0, 1) if name == "t" else (_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1"))
-    dims = list(range(x.ndim))
-    first, second = first % x.ndim, second % x.ndim
-    dims[first], dims[second] = dims[second], dims[first]
-    return _permuted(x, dims)
-
-
-def movedim(name, func, args, kwargs):
-    x, source, target = args[0], _argument(args, kwargs, 1, "source"), _argument(args, kwargs, 2, "destination")
-    if not isinstance(source, int) or not isinstance(target, int):
-        return NotImplemented
-    dims = list(range(x.ndim))
-    dims.insert(target % x.ndim, dims.pop(source % x.ndim))
-    return _permuted(x, dims)
-
-
-def squeeze(name, func, args, kwargs):
-    x = args[0]
-    dim = _argument(args, kwargs, 1, "dim")
-    axis = part_axis(x, dim) if isinstance(dim, int) else None
-    if axis is None:
-        return NotImplemented
-    gone = axis < x.axis and x.kept.shape[axis] == 1
-    return both(x, lambda part: part.squeeze(axis), axis=x.axis - gone)
-
-
-def unsqueeze(name, func, args, kwargs):
-    x = args[0]
-    dim = _argument(args, kwargs, 1, "dim") % (x.ndim + 1)
-    if x.axis < dim < x.axis + x.span:
-        return NotImplemented
-    axis = dim if dim <= x.axis else dim - x.span + 1
-    return both(x, lambda part: part.unsqueeze(axis), axis=x.axis + (axis <= x.axis))
-
-
-def expand(name, func, args, kwargs):
-    x = args[0]
-    sizes = list(args[1].shape) if name == "expand_as" else _sizes(args[1:])
-    extra = len(sizes) - x.ndim
-    start = x.axis + extra
-    for size, extent in zip(sizes[start : start + x.span], x.extents, strict=True):
-        if size not in (-1, extent):
-            return NotImplemented
-    part = [*sizes[:start], -1, *sizes[start + x.span :]]
-    return both(x, lambda p: p.expand(part), axis=start)
-
-
-def getitem(name, func, args, kwargs):
-    """Slices, numbers, None and ... on axes that are no positions."""
-    x, index = args
-    if not isinstance(x, Streams):
-        return NotImplemented
-    items = list(index) if isinstance(index, tuple) else [index]
-    if not all([i is None or i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in items]):
-        return NotImplemented
-    used = len([i for i in items if i is not None and i is not Ellipsis])
-    if Ellipsis not in items:
-        items.append(Ellipsis)
-    whole: list = []
-    for i in items:
-        whole.extend([slice(None)] * (x.ndim - used) if i is Ellipsis else [i])
-    part, axis, at = [], 0, 0
-    for i in whole:
-        if i is None:
-            axis += at <= x.axis
-            part.append(i)
-            continue
-        if x.axis <= at < x.axis + x.span:
-            if not (isinstance(i, slice) and i == slice(None)):
-                return NotImplemented
-            if at == x.axis:
-                part.append(i)
-        else:
-            axis += at < x.axis and not isinstance(i, int)
-            part.append(i)
-        at += 1
-    return both(x, lambda p: p[tuple(part)], axis=axis)
-
-
-# Convolutions
-
-
-def convolution(name, func, args, kwargs):
-    """1 x 1: each position by itself. kernel = stride: each cell of the coarser grid by itself. With neighbours: the input is
-    merged, the convolution runs dense, and its output is split again at the same positions, as a branch: its dropped
-    outputs get no gradient, which is the paper's rule (section 3.2.2)."""
-    x, weight = args[0], args[1]
-    bias, stride, padding, dilation, groups = [
-        _argument(args, kwargs, 2 + i, key, default)
-        for i, (key, default) in enumerate([("bias", None), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1)])
-    ]
-    if not isinstance(x, Streams) or isinstance(weight, Streams):
-        return NotImplemented
-    n = weight.ndim - 2
-    kernel = tuple(weight.shape[2:])
-    stride = (stride,) * n if isinstance(stride, int) else tuple(stride)
-    flat = padding == 0 or (not isinstance(padding, str) and not isinstance(padding, int) and not any(padding))
-    role = _role([x], weights=True)
-    on_grid = x.axis == 2 and x.span == n and x.ndim == n + 2 and x.outer == 1
-    if on_grid and flat and math.prod(kernel) == 1 and math.prod(stride) == 1:
-        return both(x, lambda part: F.conv1d(part, weight.flatten(2), bias, groups=groups), role=role)
-    if on_grid and flat and groups == 1 and kernel == stride == x.at.factor:
-        return _patches(x, weight, bias, role)
-    note(x.site.owner, x.site.block, "dense", name)
-    whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
-    if not on_grid:
-        return whole
-    spatial = tuple(whole.shape[2:])
-    at = x.at if spatial == x.at.grid else x.at.coarse
-    if at is None or at.grid != spatial:
-        return whole
-    return split(whole, at, 2, n, role, x.site)
-
-
-def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:
-    """kernel = stride. A cell's sub-positions lie together, so this is a linear layer on (positions, sub-positions * channels)."""
-    cells = math.prod(x.at.factor)
-    matrix = weight.flatten(2).transpose(1, 2).flatten(1)
-
-    def patches(part: Tensor) -> Tensor:
-        rows = part.transpose(1, 2)
-        rows = rows.reshape(rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2])
-        return F.linear(rows, matrix, bias).transpose(1, 2)
-
-    return Streams(patches(x.kept), patches(x.dropped), x.at.coarse, 2, x.span, 1, role, x.site)
-
-
-def _attention(name, func, args, kwargs):
-    from .attention import attend, multi_head
-
-    return (attend if name == "scaled_dot_product_attention" else multi_head)(*args, **kwargs)
-
-
-POINTWISE = """
-add sub rsub mul div truediv floor_divide floordiv remainder mod pow neg abs exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal square sin cos
-tan tanh sigmoid erf erfc relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign
-logsigmoid tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip maximum minimum where masked_fill lerp addcmul
-addcdiv sign floor ceil round trunc frac nan_to_num isnan isinf isfinite logical_not logical_and logical_or bitwise_not bitwise_and
-bitwise_or bitwise_xor invert and or xor eq ne lt le gt ge atan atan2 sinh cosh logaddexp xlogy heaviside copysign square
-""".split()
-PER_PART = "contiguous clone to type float double half bfloat16 type_as detach dropout native_dropout rrelu positive cpu cuda requires_grad_".split()
-BLANK = "new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like".split()
-
-TABLE: dict[str, Callable] = {
-    **dict.fromkeys(POINTWISE, pointwise),
-    **dict.fromkeys(PER_PART, per_part),
-    **dict.fromkeys(BLANK, blank),
-    **dict.fromkeys(REDUCTIONS + KEEPING, along),
-    **dict.fromkeys(["layer_norm", "rms_norm"], norm),
-    **dict.fromkeys(["conv1d", "conv2d", "conv3d"], convolution),
-    **dict.fromkeys(["matmul", "bmm"], matmul),
-    **dict.fromkeys(["chunk", "split", "tensor_split", "narrow"], pieces),
-    **dict.fromkeys(["unbind", "select"], unbind),
-    **dict.fromkeys(["cat", "concat", "stack"], cat),
-    **dict.fromkeys(["view", "reshape", "view_as", "reshape_as", "_unsafe_view"], reshape),
-    **dict.fromkeys(["transpose", "swapaxes", "swapdims", "t"], transpose),
-    **dict.fromkeys(["movedim", "moveaxis"], movedim),
-    **dict.fromkeys(["expand", "expand_as"], expand),
-    **dict.fromkeys(["scaled_dot_product_attention", "multi_head_attention_forward"], _attention),
-    "linear": linear,
-    "addmm": addmm,
-    "flatten": flatten,
-    "unflatten": unflatten,
-    "permute": permute,
-    "squeeze": squeeze,
-    "unsqueeze": unsqueeze,
-    "repeat_interleave": repeat_interleave,
-    "getitem": getitem,
-}
 
 
 def _method(name: str) -> Callable:

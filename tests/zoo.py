@@ -9,7 +9,7 @@ from torch import nn
 def import_torchvision() -> None:
     """torchvision may be a CUDA build beside a CPU torch: its import then misses two operators, which are declared here."""
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as e:
         if "torchvision::nms" not in str(e):
             raise
@@ -46,14 +46,18 @@ def _common(layers):
 def vit(layers=12):
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(**_common(layers), image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5)
+    config = ViTConfig(
+        **_common(layers), image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5
+    )
     return ViTForImageClassification(config), {"pixel_values": images()}
 
 
 def dinov2(layers=12):
     from transformers import Dinov2Config, Dinov2ForImageClassification
 
-    config = Dinov2Config(hidden_size=D, num_hidden_layers=layers, num_attention_heads=HEADS, mlp_ratio=4, image_size=64, patch_size=8, num_labels=5)
+    config = Dinov2Config(
+        hidden_size=D, num_hidden_layers=layers, num_attention_heads=HEADS, mlp_ratio=4, image_size=64, patch_size=8, num_labels=5
+    )
     return Dinov2ForImageClassification(config), {"pixel_values": images()}
 
 
@@ -74,7 +78,9 @@ def llama(layers=12):
 def gpt2(layers=12):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=D, n_layer=layers, n_head=HEADS, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    config = GPT2Config(
+        n_embd=D, n_layer=layers, n_head=HEADS, vocab_size=100, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    )
     return GPT2LMHeadModel(config), {"input_ids": tokens()}
 
 

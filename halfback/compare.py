@@ -1,0 +1,366 @@
+"""The same model trained with each method: what it costs, and what it saves.
+
+Paired: for one seed every method starts from the same weights and sees the same batches in the same order. The methods of a seed
+take turns, an epoch each, so that a machine that slows down slows all of them.
+
+    accuracy   on the test set after the last epoch
+    held       bytes alive for backward when the forward of one training batch ends
+    peak       the most bytes alive at once during forward and backward of that batch, above weights, gradients and the batch
+    step       the median time of a training step: forward, backward, optimizer
+
+Held and peak can be counted on *fake* tensors, which have shapes and no contents: what a large model would hold on a GPU is known
+on any machine, in seconds, to the byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import __version__
+from .data import Data, load_data
+from .memory import held
+from .methods import parse
+from .models import VIT_B16, load_model, small_vit
+from .report import picture, readable, remarks, rows, table
+from .rewrite import Report, apply_
+
+METHODS = "exact, recompute, sbp(keep=0.5), sbp(keep=0.5, attention='qkv'), sbp(keep=0.5)+recompute, skiptokens(keep=0.5)"
+MEASURES = ("accuracy", "loss", "held", "peak", "step_ms")
+WARM_UP = 0.1  # the share of steps in which the learning rate rises
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: str = "small-vit"
+    data: str = "digits"
+    methods: str = METHODS
+    seeds: int = 3
+    epochs: int = 8
+    batch: int = 64
+    lr: float = 4e-3
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"compare: {name}={getattr(self, name)} must be at least 1.")
+        if not self.lr > 0:
+            raise ValueError(f"compare: lr={self.lr} must be above 0.")
+
+
+# Methods as text
+
+
+def split_methods(text: str) -> list[str]:
+    """The methods of a list, separated by the commas that stand in no parentheses. "exact" is among them."""
+    found, depth, start = [], 0, 0
+    for i, letter in enumerate(text + ","):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and (depth == 0 or i == len(text)):
+            found.append(text[start:i].strip())
+            start = i + 1
+    found = [m for m in found if m]
+    for m in found:
+        parse(m)
+        if found.count(m) > 1:
+            raise ValueError(f"compare: {m} is in the list of methods twice.")
+    return found if "exact" in found else ["exact", *found]
+
+
+def with_method(model: nn.Module, method: str) -> Report | None:
+    parsed = parse(method)
+    return apply_(model, *parsed) if parsed else None
+
+
+# What is measured on one batch
+
+
+class Peak(TorchDispatchMode):
+    """Within `with`, the most bytes that were alive at once, of storages that operations made; `known` tensors are left out."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    return F.cross_entropy(out.logits if hasattr(out, "logits") else out, y)
+
+
+def measure_held(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    return held(model, lambda: loss_of(model, x, y))
+
+
+def measure_peak(model: nn.Module, x: Tensor, y: Tensor) -> int:
+    """Gradients are allocated before, as they are from the second step of a training on."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss_of(model, x, y).backward()
+        return torch.cuda.max_memory_allocated() - before
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with Peak(x, y, *gradients, *model.parameters(), *model.buffers()) as peak:
+        loss_of(model, x, y).backward()
+    return peak.most
+
+
+def foresee(method: str, batch: int = 64, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> dict[str, int]:
+    """Held and peak bytes of a ViT (ViT-B/16 unless told) in training, counted without its memory."""
+    shape = shape or VIT_B16
+    before = torch.get_default_dtype()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the counter of our draws stays a real tensor
+        torch.set_default_dtype(dtype)  # fake weights can be made in a dtype, not moved to it
+        try:
+            model = small_vit(**shape).train()
+        finally:
+            torch.set_default_dtype(before)
+        with_method(model, method)
+        x = torch.zeros(batch, shape["channels"], shape["image"], shape["image"], dtype=dtype)
+        y = torch.zeros(batch, dtype=torch.int64)
+        return {"held": measure_held(model, x, y), "peak": measure_peak(model, x, y)}
+
+
+# Training
+
+
+@dataclass
+class Run:
+    """One model in training with one method."""
+
+    method: str
+    seed: int
+    model: nn.Module
+    report: Report | None
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def start(method: str, seed: int, model: nn.Module, settings: Settings, steps: int) -> Run:
+    report = with_method(model, method)
+    model.to(settings.device).train()
+    warm = max(1, round(WARM_UP * steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min((t + 1) / warm, (1 + math.cos(math.pi * t / steps)) / 2))
+    return Run(method, seed, model, report, optimizer, schedule)
+
+
+def train_epoch(run: Run, data: Data, epoch: int, batch: int, tick: Callable[[], Any]) -> None:
+    """One epoch. The seed is set here, so that data order and the model's own noise are the same for all methods."""
+    torch.manual_seed(1000 * run.seed + epoch)
+    run.model.train()
+    run.losses.clear()
+    for index in torch.randperm(len(data.y_train)).split(batch):
+        if len(index) == batch or len(data.y_train) < batch:
+            index = index.to(data.x_train.device)
+            run.losses.append(_step(run, data.x_train[index], data.y_train[index]))
+            tick()
+
+
+def _step(run: Run, x: Tensor, y: Tensor) -> float:
+    begin = time.perf_counter()
+    run.optimizer.zero_grad()
+    loss = loss_of(run.model, x, y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    run.schedule.step()
+    value = loss.item()  # waits for a GPU
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    run.times.append(time.perf_counter() - begin)
+    return value
+
+
+def finish(run: Run, data: Data, batch: int) -> dict[str, Any]:
+    x, y = data.x_train[:batch].clone(), data.y_train[:batch].clone()  # a slice would hold the whole set
+    out = {"seed": run.seed, "accuracy": accuracy(run.model, data, batch), "loss": statistics.fmean(run.losses)}
+    run.model.train()
+    run.optimizer.zero_grad()
+    return {
+        **out,
+        "held": measure_held(run.model, x, y),
+        "peak": measure_peak(run.model, x, y),
+        "step_ms": 1000 * statistics.median(run.times),
+        "seconds": sum(run.times),
+    }
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data, batch: int) -> float:
+    model.eval()
+    right = 0
+    for x, y in zip(data.x_test.split(batch), data.y_test.split(batch), strict=True):
+        out = model(x)
+        right += int(((out.logits if hasattr(out, "logits") else out).argmax(1) == y).sum())
+    return right / len(data.y_test)
+
+
+def train_all(settings: Settings, methods: list[str], data: Data, bar: Any) -> list[dict[str, Any]]:
+    """Every method with every seed; one entry a method."""
+    steps = settings.epochs * steps_per_epoch(settings, data)
+    entries: list[dict[str, Any]] = [{"method": m, "report": "", "seeds": []} for m in methods]
+    for seed in range(settings.seeds):
+        torch.manual_seed(seed)
+        model = load_model(settings.model, data.shape, data.classes)
+        runs = [start(m, seed, copy.deepcopy(model), settings, steps) for m in methods]
+        for epoch in range(settings.epochs):
+            for run in runs:
+                bar.set_description(f"seed {seed + 1} of {settings.seeds}, {run.method}"[:60], refresh=False)
+                train_epoch(run, data, epoch, settings.batch, bar.update)
+        for run, entry in zip(runs, entries, strict=True):
+            entry["seeds"].append(finish(run, data, settings.batch))
+            entry["report"] = str(run.report or "")
+    return entries
+
+
+def steps_per_epoch(settings: Settings, data: Data) -> int:
+    return max(1, len(data.y_train) // settings.batch)
+
+
+# The result
+
+
+def summarize(entries: list[dict[str, Any]]) -> None:
+    """Adds to each entry means, deviations over seeds, ratios to the first, and the paired difference in accuracy."""
+    first = entries[0]
+    for entry in entries:
+        values = {name: [s[name] for s in entry["seeds"]] for name in MEASURES}
+        entry["mean"] = {name: statistics.fmean(v) for name, v in values.items()}
+        entry["std"] = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in values.items()}
+        entry["ratio"] = {name: entry["mean"][name] / first["mean"][name] for name in ("held", "peak", "step_ms")}
+        pairs = zip(entry["seeds"], first["seeds"], strict=True)
+        entry["accuracy_differences"] = [a["accuracy"] - b["accuracy"] for a, b in pairs]
+        entry["changes_forward"] = any(m.changes_forward for m in parse(entry["method"]))
+
+
+def screen(methods: list[str]) -> str:
+    """What a ViT-B/16 would hold, for who has no GPU at hand."""
+    cells, first = [["method", "held", "ratio", "peak", "ratio"]], None
+    for method in methods:
+        try:
+            seen = foresee(method)
+        except ValueError as e:
+            cells.append([method, f"does not apply: {e}"[:60], "", "", ""])
+            continue
+        first = first or seen
+        ratios = {k: f"{seen[k] / first[k]:.2f}" for k in seen}
+        cells.append([method, readable(seen["held"]), ratios["held"], readable(seen["peak"]), ratios["peak"]])
+    return "ViT-B/16 in training on a GPU: batch 64, 224 pixels, bf16. Counted on tensors without contents.\n\n" + rows(cells)
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    """Where and when: enough to tell two results apart."""
+    home = Path(__file__).resolve().parents[1]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+        commit = done.stdout.strip() if done.returncode == 0 and (home / ".git").exists() else None
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
+    versions = {"halfback": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    threads = torch.get_num_threads()
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "device": device, "device_name": name, "threads": threads, "versions": versions, "commit": commit}
+
+
+def compare(settings: Settings, out: Path, say: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Train, print a table, write compare.json and compare.png to `out`."""
+    methods = split_methods(settings.methods)
+    tqdm = _needed("tqdm").tqdm
+    _needed("matplotlib")
+    data = _on_device(load_data(settings.data), settings.device)
+    out.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(enabled=True):
+        _rehearse(settings, methods, data)
+        say(screen(methods))
+        total = settings.seeds * len(methods) * settings.epochs * steps_per_epoch(settings, data)
+        counts = f"{len(methods)} methods, seeds: {settings.seeds}, steps: {total}"
+        say(f"\nTraining {settings.model} on {data.name}, {settings.device}: {counts}")
+        often = 0.5 if sys.stderr.isatty() else 15  # seconds; a log file wants few lines
+        begin = time.perf_counter()
+        with tqdm(total=total, unit="step", mininterval=often, maxinterval=often) as bar:
+            entries = train_all(settings, methods, data, bar)
+    summarize(entries)
+    result = {"settings": asdict(settings), **surroundings(settings.device), "seconds": time.perf_counter() - begin, "methods": entries}
+    (out / "compare.json").write_text(json.dumps(result, indent=1) + "\n")
+    seeds = f"{settings.seeds} seeds" if settings.seeds > 1 else "one seed"
+    picture(entries, f"{settings.model} on {data.name}, {seeds}, {settings.device}", out / "compare.png")
+    say("\n" + table(entries) + "\n")
+    say("\n".join(remarks(entries, settings.seeds, settings.device)))
+    say(f"\nWritten: {out / 'compare.json'}, {out / 'compare.png'}")
+    return result
+
+
+def _needed(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        raise ValueError(f"compare needs {package}: pip install halfback[train].") from e
+
+
+def _on_device(data: Data, device: str) -> Data:
+    try:
+        tensors = [t.to(device) for t in (data.x_train, data.y_train, data.x_test, data.y_test)]
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"compare: device={device!r} cannot be used: {str(e).splitlines()[0]} Devices: cpu, cuda.") from e
+    return Data(data.name, *tensors)
+
+
+def _rehearse(settings: Settings, methods: list[str], data: Data) -> None:
+    """One forward of each method, so that what cannot work is known before the training."""
+    x = data.x_train[: min(2, len(data.y_train))]
+    for method in methods:
+        model = load_model(settings.model, data.shape, data.classes).to(settings.device).train()
+        with_method(model, method)
+        out = model(x)
+        out = out.logits if hasattr(out, "logits") else out
+        if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[1] < data.classes:
+            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"compare: {settings.model} returns {found} for {len(x)} images; wanted ({len(x)}, {data.classes}): a score for each class."
+            )

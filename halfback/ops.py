@@ -1,0 +1,546 @@
+"""The table of torch functions that run on Streams: a row for each way in which functions treat positions.
+
+A row is a function of (name, func, args, kwargs) that returns a result, or NotImplemented where it cannot tell where the positions go:
+the dispatch then merges, exactly, and reports it. To add an operation, add its name to the row that treats positions as it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import attend, multi_head
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, note, same_layout, split, split_parts
+
+
+def streams_in(args: Sequence) -> list[Streams]:
+    out: list[Streams] = []
+    for a in args:
+        if isinstance(a, Streams):
+            out.append(a)
+        elif isinstance(a, (list, tuple)):
+            out.extend(streams_in(a))
+    return out
+
+
+def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
+    """The two parts of a plain tensor that is broadcast against Streams; None where that cannot be told."""
+    after = like.part_ndim - like.axis - 1
+    if t.ndim <= after:
+        return t, t
+    while t.ndim < after + like.span:
+        t = t.unsqueeze(0)
+    first = t.ndim - after - like.span
+    sizes = tuple(t.shape[first : first + like.span])
+    if all([s == 1 for s in sizes]):
+        t = t.flatten(first, first + like.span - 1)
+        return t, t
+    if like.outer != 1:
+        return None
+    if sizes != tuple(like.extents):
+        t = t.expand(*t.shape[:first], *like.extents, *t.shape[first + like.span :])
+    return split_parts(t.flatten(first, first + like.span - 1), like.at, first)
+
+
+def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
+    """Arguments for the kept and for the dropped part."""
+    if isinstance(args, Streams):
+        return (args.kept, args.dropped) if same_layout(args, like) else None
+    if isinstance(args, Tensor):
+        return _share(args, like)
+    if isinstance(args, (list, tuple)):
+        pairs = [_parts(a, like) for a in args]
+        if any([p is None for p in pairs]):
+            return None
+        return type(args)([p[0] for p in pairs]), type(args)([p[1] for p in pairs])
+    return args, args
+
+
+def _role(streams: Sequence[Streams], weights: bool = False) -> str:
+    roles = [s.role for s in streams]
+    if WHOLE in roles:
+        return WHOLE
+    return BRANCH if weights or BRANCH in roles else TRUNK
+
+
+def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
+    """f on each part (rule 1). f may return a tensor or a sequence of them."""
+    kept = f(s.kept)
+    dropped = None if s.dropped is None else f(s.dropped)
+    return _zip(s, kept, dropped, axis, span, outer, role)
+
+
+def _zip(s: Streams, kept: Any, dropped: Any, axis=None, span=None, outer=None, role=None) -> Any:
+    if isinstance(kept, (list, tuple)):
+        pairs = zip(kept, dropped if dropped is not None else [None] * len(kept), strict=True)
+        return tuple([_zip(s, k, d, axis, span, outer, role) for k, d in pairs])
+    return s.like(kept, dropped, axis, span, outer, role)
+
+
+def part_axis(s: Streams, dim: int) -> int | None:
+    """An axis of the whole tensor as an axis of its parts; None for a position axis."""
+    dim = dim % s.ndim
+    if s.axis <= dim < s.axis + s.span:
+        return None
+    return dim if dim < s.axis else dim - s.span + 1
+
+
+def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+# The rows
+
+
+def pointwise(name, func, args, kwargs):
+    """Each position by itself, broadcasting."""
+    streams = streams_in(args) + streams_in(tuple(kwargs.values()))
+    like = streams[0]
+    for other in streams[1:]:
+        like = other if other.part_ndim > like.part_ndim else like
+    values = tuple(kwargs.values())
+    if name == "add" and len(args) == 2 and not kwargs:
+        joined = _whole_join(*args)
+        if joined is not None:
+            return joined
+    pairs = _parts((args, values), like)
+    if pairs is None:
+        return NotImplemented
+    role = _role(streams)
+    if name in JOINS and len(streams) > 1 and like.site.attention != "skip":
+        pairs, role = _cut(pairs, streams, args, role)
+    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
+    kept = func(*kept_args, **dict(zip(kwargs, kept_values, strict=True)))
+    dropped = None
+    if like.dropped is not None:
+        dropped = func(*dropped_args, **dict(zip(kwargs, dropped_values, strict=True)))
+    after = like.part_ndim - like.axis
+    return _zip(like, kept, dropped, axis=kept.ndim - after, role=role)
+
+
+JOINS = ("add", "sub", "addcmul")
+
+
+def _whole_join(x: Any, y: Any) -> Streams | None:
+    """A trunk that is still whole, joined by a branch or by a plain tensor, stays whole: one pass instead of two adds and a merge."""
+    for trunk, other in ((x, y), (y, x)):
+        if not isinstance(trunk, Streams) or trunk.parts is not None or trunk.role != TRUNK or trunk.site.attention == "skip":
+            continue
+        if isinstance(other, Streams):
+            if other.role == TRUNK or not same_layout(trunk, other) or other.shape != trunk.shape:
+                return None
+            other = merge(other.like(other.kept, other.dropped.detach()) if other.role == BRANCH else other)
+        elif not isinstance(other, Tensor) or other.shape != trunk.shape:
+            return None
+        whole = trunk.whole + other
+        return Streams(None, whole, trunk.at, trunk.axis, trunk.span, 1, TRUNK, trunk.site)
+    return None
+
+
+def _cut(pairs, streams, args, role):
+    """Rule 2: where trunk and branch meet, the branch's dropped part is a constant."""
+    roles = [s.role for s in streams]
+    if TRUNK not in roles:
+        return pairs, role
+    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
+    dropped_args = [
+        d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d for a, d in zip(args, dropped_args, strict=True)
+    ]
+    return ((kept_args, kept_values), (tuple(dropped_args), dropped_values)), TRUNK
+
+
+def per_part(name, func, args, kwargs):
+    """Functions of one tensor that do not care for its shape."""
+    return both(args[0], lambda part: func(part, *args[1:], **kwargs))
+
+
+def blank(name, func, args, kwargs):
+    """New tensors made in the likeness of Streams are whole, plain tensors."""
+    s = args[0]
+    likeness = s.some.new_empty(()).expand(s.shape)
+    return func(likeness, *args[1:], **kwargs)
+
+
+def linear(name, func, args, kwargs):
+    """Layers on the last axis: y = x W' + b."""
+    x = _argument(args, kwargs, 0, "input")
+    weights = [a for a in (*args, *kwargs.values()) if a is not x]
+    if not isinstance(x, Streams) or part_axis(x, -1) is None or find(weights) is not None:
+        return NotImplemented
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    return both(x, lambda part: func(part, *args[1:], **rest), role=_role([x], weights=True))
+
+
+def addmm(name, func, args, kwargs):
+    bias, x, weight = args
+    if not isinstance(x, Streams) or x.axis != 0 or x.span != 1 or isinstance(bias, Streams) or bias.ndim > 1:
+        return NotImplemented
+    return both(x, lambda part: func(bias, part, weight, **kwargs), role=_role([x], weights=True))
+
+
+def matmul(name, func, args, kwargs):
+    """Rows of the first factor are positions; a second factor that has them too is merged, exactly."""
+    x, y = args
+    if not isinstance(x, Streams) or x.ndim < 2 or x.span != 1 or x.axis != x.part_ndim - 2:
+        return NotImplemented
+    if isinstance(y, Streams):
+        note(y.site.owner, y.site.block, "merged", f"second factor of {name}")
+        y = merge(y)
+    if y.ndim < 2 or y.ndim > x.ndim:
+        return NotImplemented
+    return both(x, lambda part: func(part, y, **kwargs), role=_role([x], weights=True))
+
+
+def norm(name, func, args, kwargs):
+    """layer_norm and rms_norm: over the last axes."""
+    x = args[0]
+    shape = _argument(args, kwargs, 1, "normalized_shape")
+    if not isinstance(x, Streams) or x.ndim - len(shape) < x.axis + x.span:
+        return NotImplemented
+    return both(x, lambda part: func(part, *args[1:], **kwargs))
+
+
+def along(name, func, args, kwargs):
+    """Reductions and softmaxes over axes that are not positions."""
+    x = args[0]
+    dim = _argument(args, kwargs, 1, "dim")
+    if not isinstance(x, Streams) or dim is None or isinstance(dim, bool):
+        return NotImplemented
+    dims = [part_axis(x, d) for d in ([dim] if isinstance(dim, int) else dim)]
+    if not dims or None in dims:
+        return NotImplemented
+    place = dims[0] if isinstance(dim, int) else dims
+    keyword = {k: v for k, v in kwargs.items() if k != "dim"}
+    gone = 0
+    if name in REDUCTIONS and not _argument(args, kwargs, 2, "keepdim", False):
+        gone = len([d for d in dims if d < x.axis])
+    return both(x, lambda part: func(part, place, *args[2:], **keyword), axis=x.axis - gone)
+
+
+REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp", "prod")
+KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
+
+
+def pieces(name, func, args, kwargs):
+    """chunk, split, tensor_split, narrow: along an axis that is no position."""
+    x = args[0]
+    where = 1 if name == "narrow" else 2
+    dim = _argument(args, kwargs, where, "dim", 0)
+    axis = part_axis(x, dim) if isinstance(x, Streams) else None
+    if axis is None:
+        return NotImplemented
+    keyword = {k: v for k, v in kwargs.items() if k != "dim"}
+    if name == "narrow":
+        return both(x, lambda part: func(part, axis, *args[2:], **keyword))
+    return both(x, lambda part: func(part, *args[1:2], dim=axis, **keyword))
+
+
+def unbind(name, func, args, kwargs):
+    """unbind and select: the axis goes."""
+    x = args[0]
+    axis = part_axis(x, _argument(args, kwargs, 1, "dim", 0))
+    if axis is None:
+        return NotImplemented
+    index = (_argument(args, kwargs, 2, "index"),) if name == "select" else ()
+    return both(x, lambda part: func(part, axis, *index), axis=x.axis - (axis < x.axis))
+
+
+def repeat_interleave(name, func, args, kwargs):
+    x, repeats = args[0], _argument(args, kwargs, 1, "repeats")
+    dim = _argument(args, kwargs, 2, "dim")
+    axis = None if dim is None else part_axis(x, dim)
+    if axis is None or not isinstance(repeats, int):
+        return NotImplemented
+    return both(x, lambda part: func(part, repeats, dim=axis))
+
+
+def cat(name, func, args, kwargs):
+    """cat and stack along an axis that is no position."""
+    tensors = _argument(args, kwargs, 0, "tensors")
+    dim = _argument(args, kwargs, 1, "dim", 0)
+    if name in ("cat", "concat"):  # torch ignores empty vectors here, and so do growing caches
+        tensors = [t for t in tensors if isinstance(t, Streams) or t.shape != (0,)]
+        if len(tensors) == 1:
+            return tensors[0]
+    streams = streams_in(tensors)
+    like = streams[0]
+    ndim = like.ndim + (name == "stack")
+    dim = dim % ndim
+    inside = like.axis < dim < like.axis + like.span if name == "stack" else like.axis <= dim < like.axis + like.span
+    if inside or any([t.ndim != like.ndim for t in tensors]):
+        return NotImplemented
+    pairs = _parts(list(tensors), like)
+    if pairs is None:
+        return NotImplemented
+    axis = dim if dim <= like.axis else dim - like.span + 1
+    kept = func(pairs[0], axis)
+    dropped = None if like.dropped is None else func(pairs[1], axis)
+    moved = 1 if name == "stack" and axis <= like.axis else 0
+    return like.like(kept, dropped, axis=like.axis + moved, role=_role(streams))
+
+
+# Views
+
+
+def _sizes(args: Sequence) -> list:
+    return list(args[0]) if len(args) == 1 and isinstance(args[0], (list, tuple, torch.Size)) else list(args)
+
+
+def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
+    """A view whose position axes can still be told from the others; else NotImplemented."""
+    shape = list(shape)
+    if -1 in shape:
+        known = math.prod([x for x in shape if x != -1])
+        shape[shape.index(-1)] = s.numel() // known if known else 0
+    n = s.at.n
+    before = math.prod(s.kept.shape[: s.axis]) * s.outer
+    count = 1
+    for i, extent in enumerate(shape):
+        if count == before and extent != 1:
+            span, product = 1, extent
+            while product < n and i + span < len(shape):
+                product *= shape[i + span]
+                span += 1
+            spread = tuple(shape[i : i + span])
+            if product == n and (span == 1 or spread == s.at.grid):
+                return _viewed(s, shape, i, span, 1, func)
+            return NotImplemented
+        if count < before and count * extent == before * n and before % count == 0:
+            return _viewed(s, shape, i, 1, before // count, func)
+        count *= extent
+    return NotImplemented
+
+
+def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func: Callable) -> Streams:
+    front, back = shape[:axis], shape[axis + span :]
+
+    def view(part: Tensor) -> Tensor:
+        p = part.shape[s.axis] // s.outer
+        return func(part, (*front, outer * p, *back))
+
+    return both(s, view, axis=axis, span=span, outer=outer)
+
+
+def reshape(name, func, args, kwargs):
+    x = args[0]
+    if len(args) == 2 and isinstance(args[1], torch.dtype):
+        return both(x, lambda part: func(part, args[1]))
+    if name.endswith("_as"):
+        shape: Sequence = args[1].shape
+    else:
+        shape = _sizes(args[1:]) if len(args) > 1 else kwargs.get("shape", kwargs.get("size"))
+    if not isinstance(x, Streams):
+        return NotImplemented
+    return reshaped(x, shape, torch.reshape)  # a part need not be contiguous where the whole tensor was
+
+
+def flatten(name, func, args, kwargs):
+    x = args[0]
+    start = _argument(args, kwargs, 1, "start_dim", 0) % x.ndim
+    end = _argument(args, kwargs, 2, "end_dim", -1) % x.ndim
+    shape = list(x.shape)
+    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], torch.reshape)
+
+
+def unflatten(name, func, args, kwargs):
+    x = args[0]
+    dim = _argument(args, kwargs, 1, "dim") % x.ndim
+    sizes = list(_argument(args, kwargs, 2, "sizes"))
+    shape = list(x.shape)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // math.prod([z for z in sizes if z != -1])
+    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], torch.reshape)
+
+
+def permute(name, func, args, kwargs):
+    x = args[0]
+    dims = _sizes(args[1:]) if len(args) > 1 else list(kwargs["dims"])
+    return _permuted(x, [d % x.ndim for d in dims])
+
+
+def _permuted(x: Streams, dims: list[int]) -> Any:
+    group = list(range(x.axis, x.axis + x.span))
+    axis = dims.index(x.axis)
+    if dims[axis : axis + x.span] != group:
+        return NotImplemented
+    order = [part_axis(x, d) for d in dims if d not in group[1:]]
+    order[axis] = x.axis
+    return both(x, lambda part: part.permute(order), axis=axis)
+
+
+def transpose(name, func, args, kwargs):
+    x = args[0]
+    first, second = (0, 1) if name == "t" else (_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1"))
+    dims = list(range(x.ndim))
+    first, second = first % x.ndim, second % x.ndim
+    dims[first], dims[second] = dims[second], dims[first]
+    return _permuted(x, dims)
+
+
+def movedim(name, func, args, kwargs):
+    x, source, target = args[0], _argument(args, kwargs, 1, "source"), _argument(args, kwargs, 2, "destination")
+    if not isinstance(source, int) or not isinstance(target, int):
+        return NotImplemented
+    dims = list(range(x.ndim))
+    dims.insert(target % x.ndim, dims.pop(source % x.ndim))
+    return _permuted(x, dims)
+
+
+def squeeze(name, func, args, kwargs):
+    x = args[0]
+    dim = _argument(args, kwargs, 1, "dim")
+    axis = part_axis(x, dim) if isinstance(dim, int) else None
+    if axis is None:
+        return NotImplemented
+    gone = axis < x.axis and x.kept.shape[axis] == 1
+    return both(x, lambda part: part.squeeze(axis), axis=x.axis - gone)
+
+
+def unsqueeze(name, func, args, kwargs):
+    x = args[0]
+    dim = _argument(args, kwargs, 1, "dim") % (x.ndim + 1)
+    if x.axis < dim < x.axis + x.span:
+        return NotImplemented
+    axis = dim if dim <= x.axis else dim - x.span + 1
+    return both(x, lambda part: part.unsqueeze(axis), axis=x.axis + (axis <= x.axis))
+
+
+def expand(name, func, args, kwargs):
+    x = args[0]
+    sizes = list(args[1].shape) if name == "expand_as" else _sizes(args[1:])
+    extra = len(sizes) - x.ndim
+    start = x.axis + extra
+    for size, extent in zip(sizes[start : start + x.span], x.extents, strict=True):
+        if size not in (-1, extent):
+            return NotImplemented
+    part = [*sizes[:start], -1, *sizes[start + x.span :]]
+    return both(x, lambda p: p.expand(part), axis=start)
+
+
+def getitem(name, func, args, kwargs):
+    """Slices, numbers, None and ... on axes that are no positions."""
+    x, index = args
+    if not isinstance(x, Streams):
+        return NotImplemented
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all([i is None or i is Ellipsis or (isinstance(i, (int, slice)) and not isinstance(i, bool)) for i in items]):
+        return NotImplemented
+    used = len([i for i in items if i is not None and i is not Ellipsis])
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    whole: list = []
+    for i in items:
+        whole.extend([slice(None)] * (x.ndim - used) if i is Ellipsis else [i])
+    part, axis, at = [], 0, 0
+    for i in whole:
+        if i is None:
+            axis += at <= x.axis
+            part.append(i)
+            continue
+        if x.axis <= at < x.axis + x.span:
+            if not (isinstance(i, slice) and i == slice(None)):
+                return NotImplemented
+            if at == x.axis:
+                part.append(i)
+        else:
+            axis += at < x.axis and not isinstance(i, int)
+            part.append(i)
+        at += 1
+    return both(x, lambda p: p[tuple(part)], axis=axis)
+
+
+# Convolutions
+
+
+def convolution(name, func, args, kwargs):
+    """1 x 1: each position by itself. kernel = stride: each cell of the coarser grid by itself. With neighbours: the input is
+    merged, the convolution runs dense, and its output is split again at the same positions, as a branch: its dropped
+    outputs get no gradient, which is the paper's rule (section 3.2.2)."""
+    x, weight = args[0], args[1]
+    bias, stride = _argument(args, kwargs, 2, "bias"), _argument(args, kwargs, 3, "stride", 1)
+    padding, groups = _argument(args, kwargs, 4, "padding", 0), _argument(args, kwargs, 6, "groups", 1)
+    if not isinstance(x, Streams) or isinstance(weight, Streams):
+        return NotImplemented
+    n = weight.ndim - 2
+    kernel = tuple(weight.shape[2:])
+    stride = (stride,) * n if isinstance(stride, int) else tuple(stride)
+    flat = padding == 0 or (not isinstance(padding, str) and not isinstance(padding, int) and not any(padding))
+    role = _role([x], weights=True)
+    on_grid = x.axis == 2 and x.span == n and x.ndim == n + 2 and x.outer == 1
+    if on_grid and flat and math.prod(kernel) == 1 and math.prod(stride) == 1:
+        return both(x, lambda part: F.conv1d(part, weight.flatten(2), bias, groups=groups), role=role)
+    if on_grid and flat and groups == 1 and kernel == stride == x.at.factor:
+        return _patches(x, weight, bias, role)
+    note(x.site.owner, x.site.block, "dense", name)
+    whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
+    if not on_grid:
+        return whole
+    spatial = tuple(whole.shape[2:])
+    at = x.at if spatial == x.at.grid else x.at.coarse
+    if at is None or at.grid != spatial:
+        return whole
+    return split(whole, at, 2, n, role, x.site)
+
+
+def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:
+    """kernel = stride. A cell's sub-positions lie together, so this is a linear layer on (positions, sub-positions * channels)."""
+    cells = math.prod(x.at.factor)
+    matrix = weight.flatten(2).transpose(1, 2).flatten(1)
+
+    def patches(part: Tensor) -> Tensor:
+        rows = part.transpose(1, 2)
+        rows = rows.reshape(rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2])
+        return F.linear(rows, matrix, bias).transpose(1, 2)
+
+    return Streams((patches(x.kept), patches(x.dropped)), None, x.at.coarse, 2, x.span, 1, role, x.site)
+
+
+def _attention(name, func, args, kwargs):
+    return (attend if name == "scaled_dot_product_attention" else multi_head)(*args, **kwargs)
+
+
+POINTWISE = """
+add sub rsub mul div truediv floor_divide floordiv remainder mod pow neg abs exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal
+square sin cos tan tanh sinh cosh atan atan2 sigmoid erf erfc relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish
+hardsigmoid softplus softsign logsigmoid tanhshrink softshrink hardshrink threshold clamp clamp_min clamp_max clip maximum minimum
+where masked_fill lerp addcmul addcdiv sign floor ceil round trunc frac nan_to_num isnan isinf isfinite logical_not logical_and
+logical_or bitwise_not bitwise_and bitwise_or bitwise_xor invert and or xor eq ne lt le gt ge logaddexp xlogy heaviside copysign
+""".split()
+PER_PART = """
+contiguous clone to type float double half bfloat16 type_as detach dropout native_dropout rrelu positive cpu cuda requires_grad_
+""".split()
+BLANK = """
+new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like
+""".split()
+
+TABLE |= {
+    **dict.fromkeys(POINTWISE, pointwise),
+    **dict.fromkeys(PER_PART, per_part),
+    **dict.fromkeys(BLANK, blank),
+    **dict.fromkeys(REDUCTIONS + KEEPING, along),
+    **dict.fromkeys(["layer_norm", "rms_norm"], norm),
+    **dict.fromkeys(["conv1d", "conv2d", "conv3d"], convolution),
+    **dict.fromkeys(["matmul", "bmm"], matmul),
+    **dict.fromkeys(["chunk", "split", "tensor_split", "narrow"], pieces),
+    **dict.fromkeys(["unbind", "select"], unbind),
+    **dict.fromkeys(["cat", "concat", "stack"], cat),
+    **dict.fromkeys(["view", "reshape", "view_as", "reshape_as", "_unsafe_view"], reshape),
+    **dict.fromkeys(["transpose", "swapaxes", "swapdims", "t"], transpose),
+    **dict.fromkeys(["movedim", "moveaxis"], movedim),
+    **dict.fromkeys(["expand", "expand_as"], expand),
+    **dict.fromkeys(["scaled_dot_product_attention", "multi_head_attention_forward"], _attention),
+    "linear": linear,
+    "addmm": addmm,
+    "flatten": flatten,
+    "unflatten": unflatten,
+    "permute": permute,
+    "squeeze": squeeze,
+    "unsqueeze": unsqueeze,
+    "repeat_interleave": repeat_interleave,
+    "getitem": getitem,
+}

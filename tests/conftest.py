@@ -1,0 +1,1 @@
+import zoo  # noqa: F401  declares what a CPU torch lacks, before anything imports torchvision

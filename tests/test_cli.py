@@ -1,0 +1,62 @@
+"""The command line: help that teaches, one line for a mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import halfback as hb
+from halfback.cli import main
+
+
+def test_python_m_halfback_helps():
+    done = subprocess.run([sys.executable, "-m", "halfback", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "halfback compare" in done.stdout and "examples:" in done.stdout
+
+
+def test_compare_help_names_the_methods_and_the_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "sbp(keep=0.5)+recompute" in said and "out/compare" in said and "small-vit" in said
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"halfback {hb.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--methods", "sbp(kep=0.5)"], "sbp takes keep"),
+        (["--model", "vit"], "model 'vit' is unknown"),
+        (["--data", "none.npz"], "there is no such file"),
+        (["--seeds", "0"], "seeds=0 must be at least 1"),
+        (["--lr", "-1"], "lr=-1.0 must be above 0"),
+        (["--device", "nowhere"], "device='nowhere' cannot be used"),
+        (["--methods", "sbp(layers='blocks.9')"], "blocks.9"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys, tmp_path):
+    assert main(["compare", "--out", str(tmp_path), *given]) == 2
+    caught = capsys.readouterr()
+    assert caught.err.startswith("halfback: ") and message in caught.err and caught.err.count("\n") == 1
+    assert "Traceback" not in caught.err and not list(tmp_path.iterdir())
+
+
+def test_out_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["compare", "--out", str(tmp_path / "file")]) == 2
+    assert "halfback: " in capsys.readouterr().err
+
+
+def test_compare_with_one_seed_says_that_it_is_one(tmp_path, capsys):
+    assert main(["compare", "--methods", "exact", "--seeds", "1", "--epochs", "1", "--batch", "512", "--out", str(tmp_path / "new")]) == 0
+    said = capsys.readouterr().out
+    assert "One seed" in said and "±" not in said
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["compare.json", "compare.png"]

@@ -1,0 +1,599 @@
+"""The promises of SBP, on real models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import zoo
+from reference import Cut, bert_block, convnext_block, llama_block, vit_block
+from torch import nn
+
+import halfback as hb
+from halfback.methods import ATTENTION
+from halfback.positions import Positions
+
+ALL = {name: "all" if name in zoo.TRANSFORMERS else "paper" for name in zoo.MODELS}
+
+
+def short(name):
+    """The same model with fewer blocks, where depth does not matter."""
+    return zoo.make(name, depths=(2, 2, 3, 2)) if name in zoo.CONVNETS else zoo.make(name, layers=3)
+
+
+def gradients(model, batch, loss=zoo.loss):
+    model.zero_grad()
+    loss(model, batch).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def state(model):
+    return model._halfback.states[0]
+
+
+def drawn(model, batch) -> Positions:
+    """The positions of the next forward (sampler="fixed": of every forward)."""
+    seen = []
+    real = type(state(model))._draw
+
+    def spy(self, *args):
+        out = real(self, *args)
+        seen.append(out[0])
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(state(model)), "_draw", spy)
+        zoo.call(model, batch)
+    return seen[0]
+
+
+# Bar 1
+
+
+@pytest.mark.parametrize("mode", ATTENTION)
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_the_forward_is_the_models_own(name, mode):
+    model, batch = zoo.make(name)
+    plain = zoo.call(model, batch).detach()
+    hb.apply_(model, hb.SBP(0.5, layers=ALL[name], attention=mode))
+    out = zoo.call(model, batch)
+    assert (out - plain).abs().max() <= 1e-5
+    assert out.requires_grad
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_keeping_everything_is_bitwise_the_plain_model(name):
+    model, batch = short(name)
+    plain, exact = zoo.call(model, batch), gradients(model, batch)
+    hb.apply_(model, hb.SBP(1.0, layers="all"))
+    assert torch.equal(plain, zoo.call(model, batch))
+    for key, grad in gradients(model, batch).items():
+        assert torch.equal(grad, exact[key]), key
+
+
+# Bar 2
+
+
+def _reference_logits(name, model, batch, at, mode):
+    cut = Cut(at.kept, at.n)
+    if name == "vit":
+        x = model.vit.embeddings(batch["pixel_values"])
+        for block in model.vit.layers:
+            x = vit_block(block, x, cut, mode)
+        return x, model.vit.layernorm(x)
+    if name == "bert":
+        x = model.bert.embeddings(batch["input_ids"])
+        for block in model.bert.encoder.layer:
+            x = bert_block(block, x, cut, mode)
+        return x, x
+    x = model.model.embed_tokens(batch["input_ids"])
+    rope = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+    for block in model.model.layers:
+        x = llama_block(block, x, cut, mode, rope)
+    return x, model.model.norm(x)
+
+
+HEADS = {
+    "first token": lambda x: x[:, 0],
+    "average": lambda x: x.mean(1),
+    "every token": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("mode", ["query", "qkv"])
+@pytest.mark.parametrize("name", ["vit", "bert", "llama"])
+def test_gradients_equal_sbp_done_by_hand(name, mode, head):
+    model, batch = zoo.make(name, layers=3)
+    model = model.double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    inner = getattr(model, "vit", None) or getattr(model, "bert", None) or model.model
+    hb.apply_(inner, hb.SBP(0.5, layers="all", attention=mode, sampler="fixed"))
+    at = drawn(inner, batch)
+    assert at.k < at.n
+
+    def objective(x):
+        y = HEADS[head](x)
+        return (y * torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).reshape(y[0].shape)).pow(2).mean()
+
+    approximate = gradients(model, batch, lambda m, b: objective(inner(**b).last_hidden_state))
+    hb.remove_(inner)
+    by_hand = gradients(model, batch, lambda m, b: objective(_reference_logits(name, model, b, at, mode)[1]))
+    exact = gradients(model, batch, lambda m, b: objective(inner(**b).last_hidden_state))
+    assert approximate.keys() == by_hand.keys()
+    for key, grad in by_hand.items():
+        assert (approximate[key] - grad).abs().max() <= 1e-10, key
+    assert any((approximate[key] - exact[key]).abs().max() > 1e-6 for key in exact), "nothing was approximated"
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_gradients_of_convnext_equal_sbp_done_by_hand(pooled):
+    model, batch = zoo.make("convnext", depths=(2, 2, 3, 2))
+    model, x = model.convnext.double(), batch["pixel_values"].double()
+    hb.apply_(model, hb.SBP(0.5, layers="paper", sampler="fixed"))
+    at = drawn(model, {"pixel_values": x})
+    masks = []
+    while at is not None:
+        mask = torch.zeros(at.n, dtype=torch.bool)
+        mask[at.kept] = True
+        masks.append(mask.reshape(at.grid))
+        at = at.coarse
+    assert [m.shape[0] for m in masks] == [32, 16, 8]
+
+    def objective(y):
+        y = y.mean((2, 3)) if pooled else y
+        return (y * torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).reshape(y[0].shape)).pow(2).mean()
+
+    def by_hand(x):
+        y = model.embeddings(x)
+        for stage, mask, chosen in zip(model.encoder.stages, [*masks, None], [2, 2, 2, 0], strict=True):
+            for layer in stage.downsampling_layer:
+                y = layer(y)
+            for i, block in enumerate(stage.layers):
+                y = convnext_block(block, y, mask) if i < chosen else block(y)
+        return y
+
+    approximate = gradients(model, x, lambda m, x: objective(m(x).last_hidden_state))
+    hb.remove_(model)
+    wanted = gradients(model, x, lambda m, x: objective(by_hand(x)))
+    for key, grad in wanted.items():
+        assert (approximate[key] - grad).abs().max() <= 1e-10, key
+
+
+# Bar 3
+
+
+@pytest.mark.parametrize(
+    "name, mode, bar",
+    [(n, m, b) for n in zoo.TRANSFORMERS if n != "bert" for m, b in (("query", 0.68), ("qkv", 0.57))] + [("bert", "qkv", 0.60)],
+)
+def test_held_bytes_fall(name, mode, bar):
+    model, batch = zoo.make(name)
+    plain = hb.held(model, lambda: zoo.loss(model, batch))
+    hb.apply_(model, hb.SBP(0.5, layers="all", attention=mode))
+    with hb.memory.Held(model) as count:
+        loss = zoo.loss(model, batch)
+        held, most = count.bytes(), count.most
+    assert held / plain <= bar
+    assert most <= 1.08 * held, "the forward's own peak is more than 8 % above what is held"
+    loss.backward()
+
+
+def test_held_bytes_of_convnext_tiny_fall():
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    model = ConvNextForImageClassification(ConvNextConfig()).train()
+    x = torch.randn(4, 3, 224, 224)
+    plain = hb.held(model, lambda: model(x).logits.sum())
+    hb.apply_(model, hb.SBP(0.5, layers="paper"))
+    assert hb.held(model, lambda: model(x).logits.sum()) / plain <= 0.64
+
+
+# Bar 5
+
+
+@pytest.mark.parametrize("mode", ["query", "qkv", "heads"])
+@pytest.mark.parametrize("name", ["vit", "bert", "llama", "gpt2", "convnext", "tv_vit"])
+def test_recompute_changes_no_gradient_and_holds_less(name, mode):
+    model, batch = short(name)
+    method = hb.SBP(0.5, layers=ALL[name], attention=mode)
+    hb.apply_(model, method)
+    without, more = gradients(model, batch), hb.held(model, lambda: zoo.loss(model, batch))
+    hb.remove_(model)
+    hb.apply_(model, method, hb.Recompute())
+    assert all(torch.equal(g, without[k]) for k, g in gradients(model, batch).items())
+    assert hb.held(model, lambda: zoo.loss(model, batch)) < 0.5 * more
+
+
+@pytest.mark.parametrize("ramp", ["uniform", "increasing"])
+@pytest.mark.parametrize("name", ["vit", "bert", "llama", "gpt2", "dinov2"])
+def test_transformers_own_checkpointing_changes_no_gradient(name, ramp):
+    model, batch = short(name)
+    method = hb.SBP(0.5, layers="all", ramp=ramp)
+    hb.apply_(model, method)
+    without = gradients(model, batch)
+    hb.remove_(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    hb.apply_(model, method)
+    assert all(torch.equal(g, without[k]) for k, g in gradients(model, batch).items())
+
+
+def test_two_forwards_before_a_checkpointed_backward_keep_their_own_masks():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    one, two = zoo.loss(model, batch), zoo.loss(model, {"pixel_values": batch["pixel_values"].flip(0) * 2})
+    (one + two).backward()
+    without = {k: p.grad.clone() for k, p in model.named_parameters()}
+    state(model).step.zero_()
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    one, two = zoo.loss(model, batch), zoo.loss(model, {"pixel_values": batch["pixel_values"].flip(0) * 2})
+    (one + two).backward()
+    assert all(torch.equal(p.grad, without[k]) for k, p in model.named_parameters())
+
+
+def test_reentrant_checkpointing_is_refused():
+    model, batch = zoo.make("vit", layers=3)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        zoo.loss(model, batch).backward()
+
+
+# Bar 6
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext", "gpt2"])
+def test_the_model_stays_itself(name):
+    model, batch = short(name)
+    keys, names = list(model.state_dict()), [n for n, _ in model.named_modules()]
+    before = {n: {k: dict(v) if isinstance(v, dict) else v for k, v in vars(m).items()} for n, m in model.named_modules()}
+    exact = gradients(model, batch)
+    hb.apply_(model, hb.SBP(0.5, layers="all"), hb.Recompute())
+    assert list(model.state_dict()) == keys and [n for n, _ in model.named_modules()] == names
+    model.load_state_dict(model.state_dict(), strict=True)
+    approximate = gradients(model, batch)
+    assert any(not torch.equal(approximate[k], exact[k]) for k in exact)
+    hb.remove_(model)
+    after = {n: {k: dict(v) if isinstance(v, dict) else v for k, v in vars(m).items()} for n, m in model.named_modules()}
+    for n in before:
+        assert before[n].keys() == after[n].keys(), n
+        assert all(len(after[n][k]) == len(v) for k, v in before[n].items() if "hooks" in k)
+    assert all(torch.equal(g, exact[k]) for k, g in gradients(model, batch).items())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_its_own_weights_and_is_still_applied(copier):
+    model, batch = zoo.make("timm_vit", layers=3)
+    hb.apply_(model, hb.SBP(0.5, layers="all"), hb.Recompute())
+    other = copier(model)
+    first, second = gradients(model, batch), gradients(other, batch)
+    assert all(torch.equal(second[k], g) for k, g in first.items()), "a copy draws the same masks from the same step"
+    with torch.no_grad():
+        other.blocks[1].attn.qkv.weight.zero_()
+    changed = gradients(other, batch)
+    state(model).step.fill_(1)
+    assert not torch.equal(changed["blocks.0.mlp.fc1.weight"], gradients(model, batch)["blocks.0.mlp.fc1.weight"])
+    hb.remove_(other)
+    assert hb.held(other, lambda: zoo.loss(other, batch)) > 2 * hb.held(model, lambda: zoo.loss(model, batch))
+
+
+def test_an_optimizer_made_before_or_after_trains():
+    for early in (True, False):
+        model, batch = zoo.make("vit", layers=3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05) if early else None
+        hb.apply_(model, hb.SBP(0.5, layers="all"))
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.05)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = zoo.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+
+# The other promises
+
+
+def test_eval_and_no_grad_are_untouched():
+    model, batch = zoo.make("vit", layers=3)
+    plain = zoo.call(model.eval(), batch)
+    hb.apply_(model, hb.SBP(0.5, layers="all"), hb.Recompute())
+    assert torch.equal(zoo.call(model, batch), plain)
+    with torch.no_grad():
+        zoo.call(model.train(), batch)
+    with torch.inference_mode():
+        zoo.call(model, batch)
+    assert state(model).step == 0
+
+
+def test_our_randomness_is_ours():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(0.5, layers="all", sampler="random"))
+    before = torch.random.get_rng_state()
+    first = gradients(model, batch)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    second = gradients(model, batch)
+    assert any(not torch.equal(first[k], second[k]) for k in first), "every step has its own mask"
+    state(model).step.zero_()
+    assert all(torch.equal(g, first[k]) for k, g in gradients(model, batch).items()), "a step is reproduced by its number"
+
+
+def test_exact_for_a_while():
+    model, batch = zoo.make("vit", layers=3)
+    exact = gradients(model, batch)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    with hb.exact(model):
+        assert all(torch.equal(g, exact[k]) for k, g in gradients(model, batch).items())
+    assert any(not torch.equal(g, exact[k]) for k, g in gradients(model, batch).items())
+
+
+def test_accumulated_gradients_are_the_sum():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    parts = [gradients(model, batch) for _ in range(2)]
+    state(model).step.zero_()
+    model.zero_grad()
+    for _ in range(2):
+        zoo.loss(model, batch).backward()
+    for k, p in model.named_parameters():
+        assert torch.allclose(p.grad, parts[0][k] + parts[1][k], atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ATTENTION)
+@pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
+def test_autocast_runs_in_its_dtype_with_the_same_forward(name, mode):
+    model, batch = short(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = zoo.call(model, batch)
+        hb.apply_(model, hb.SBP(0.5, layers=ALL[name], attention=mode))
+        out = zoo.call(model, batch)
+    assert out.dtype == plain.dtype
+    assert (out - plain).abs().max() <= 0.05 * plain.abs().max() + 0.02
+    zoo.loss(model, batch).backward()
+
+
+def test_hidden_states_come_out_as_tensors():
+    model, batch = zoo.make("vit", layers=3)
+    plain = model(**batch, output_hidden_states=True).hidden_states
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    states = model(**batch, output_hidden_states=True).hidden_states
+    assert len(states) == len(plain)
+    for ours, theirs in zip(states, plain, strict=True):
+        assert isinstance(ours, torch.Tensor) and (ours - theirs).abs().max() < 1e-5
+
+
+def test_a_part_of_a_model_can_be_called_alone():
+    model, batch = zoo.make("timm_vit", layers=3)
+    plain = model.forward_features(*batch)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    out = model.forward_features(*batch)
+    assert (out - plain).abs().max() < 1e-5 and state(model).step == 1
+
+
+def test_llama_with_its_cache_trains():
+    model, batch = zoo.make("llama", layers=3)
+    hb.apply_(model, hb.SBP(0.5, layers="all", attention="qkv"))
+    without = gradients(model, batch)
+    model.config.use_cache = True
+    state(model).step.zero_()
+    assert all(torch.equal(g, without[k]) for k, g in gradients(model, batch).items())
+
+
+def test_unfused_attention_keeps_its_gradients():
+    model, batch = zoo.make("vit", layers=3)
+    method = hb.SBP(0.5, layers="all", sampler="fixed")
+    hb.apply_(model, method)
+    fused = gradients(model, batch)
+    hb.remove_(model)
+    model.set_attn_implementation("eager")
+    report = hb.apply_(model, method)
+    for key, grad in gradients(model, batch).items():
+        assert torch.allclose(grad, fused[key], atol=1e-5), key
+    assert any("matmul" in what for what in report.merged)
+
+
+def test_stochastic_depth_is_drawn_once_for_both_parts():
+    from torchvision.models import convnext_tiny
+
+    torch.manual_seed(0)
+    model, x = convnext_tiny(stochastic_depth_prob=0.5).train(), torch.randn(2, 3, 64, 64)
+    torch.manual_seed(1)
+    plain = model(x)
+    hb.apply_(model, hb.SBP(0.5, layers="paper"))
+    torch.manual_seed(1)
+    assert (model(x) - plain).abs().max() < 1e-5
+
+
+class Parallel(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)), with a residual in fp32 and layer scale."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.mlp = nn.Linear(width, width), nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x):
+        n = self.norm(x)
+        q, k, v = self.qkv(n).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x.float() + self.scale * self.out(attended) + self.mlp(n)
+
+
+def own_model(block=Parallel, depth=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Sequential(*[block() for _ in range(depth)]), nn.Linear(32, 3)).train()
+
+
+def test_parallel_blocks_of_a_users_own_model():
+    model, x = own_model(), torch.randn(2, 21, 8)
+    plain, exact = model(x), gradients(model, x, lambda m, x: m(x).pow(2).mean())
+    held = hb.held(model, lambda: model(x))
+    report = hb.apply_(model, hb.SBP(0.5, layers="all", always=0))
+    assert torch.allclose(model(x), plain, atol=1e-5)
+    approximate = gradients(model, x, lambda m, x: m(x).pow(2).mean())
+    assert any(not torch.allclose(approximate[k], g) for k, g in exact.items())
+    assert hb.held(model, lambda: model(x)) < 0.72 * held and not report.merged
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+class Gate(nn.Module):
+    def forward(self, x):
+        return Square.apply(x)
+
+
+class Hidden(nn.Module):
+    """A block whose activation is a custom Function, which cannot be seen."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.one, self.gate, self.two = nn.LayerNorm(width), nn.Linear(width, width), Gate(), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.two(self.gate(self.one(self.norm(x))))
+
+
+def test_what_cannot_be_seen_raises_and_opaque_is_the_way_round():
+    model, x = own_model(Hidden), torch.randn(2, 21, 8)
+    exact, plain = gradients(model, x, lambda m, x: m(x).pow(2).mean()), model(x)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    with pytest.raises(RuntimeError, match=r"1\.0 calls .* opaque="):
+        model(x)
+    assert state(model).open is False, "a forward that failed leaves nothing behind"
+    hb.remove_(model)
+    hb.apply_(model, hb.SBP(0.5, layers="all", opaque=["1.*.gate"]))
+    assert torch.allclose(model(x), plain, atol=1e-6)
+    after = gradients(model, x, lambda m, x: m(x).pow(2).mean())
+    assert all((after[k] != 0).any() for k in exact), "every parameter still gets a gradient"
+
+
+class Odd(nn.Module):
+    """A block with an operation that mixes positions in a way nobody knows: a sort."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.one(self.norm(x))
+        x = x + y.sort(1).values
+        return x + self.two(self.norm(x))
+
+
+def test_what_is_not_understood_is_merged_exactly_and_reported():
+    model, x = own_model(Odd), torch.randn(2, 21, 8)
+    plain = model(x)
+    report = hb.apply_(model, hb.SBP(0.5, layers="all"))
+    assert torch.allclose(model(x), plain, atol=1e-6)
+    assert report.merged == {"sort": ["1.0", "1.1", "1.2", "1.3"]}
+    assert "sort" in str(report)
+    grads = gradients(model, x, lambda m, x: m(x).pow(2).mean())
+    assert all((g != 0).any() for g in grads.values())
+
+
+def test_dropout_in_attention_falls_back_and_is_reported():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, image_size=32, patch_size=8)
+    config.attention_probs_dropout_prob = 0.1
+    model = ViTForImageClassification(config).train()
+    report = hb.apply_(model, hb.SBP(0.5, layers="all", attention="qkv"))
+    model(torch.randn(2, 3, 32, 32)).logits.sum().backward()
+    assert len(report.fallbacks) == 1 and "dropout" in next(iter(report.fallbacks))
+
+
+# Ramps and other masks
+
+
+@pytest.mark.parametrize("ramp", ["increasing", "decreasing"])
+@pytest.mark.parametrize("masks", ["shared", "independent", "disjoint"])
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_other_ramps_and_masks_keep_the_forward(name, ramp, masks):
+    model, batch = short(name)
+    plain = zoo.call(model, batch)
+    hb.apply_(model, hb.SBP(0.4, layers=ALL[name], ramp=ramp, masks=masks))
+    out = zoo.call(model, batch)
+    assert (out - plain).abs().max() < 1e-5
+    out.sum().backward()
+
+
+def test_disjoint_masks_starve_the_first_layers():
+    """Equation 10: where consecutive layers keep disjoint positions, the gradient vanishes through the layers, not the residual."""
+    model, batch = zoo.make("vit", layers=2)
+    norms = {}
+    for masks in ("shared", "disjoint"):
+        hb.apply_(model, hb.SBP(0.5, layers="all", masks=masks, attention="qkv", sampler="fixed"))
+        norms[masks] = gradients(model, batch)["vit.layers.0.mlp.fc1.weight"].norm()
+        hb.remove_(model)
+    assert norms["disjoint"] < norms["shared"]
+
+
+# SkipTokens
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "tv_vit", "timm_vit"])
+def test_skip_tokens_changes_the_forward_in_training_only(name):
+    model, batch = short(name)
+    model.eval()
+    plain = zoo.call(model, batch)
+    held = hb.held(model, lambda: zoo.loss(model, batch))
+    report = hb.apply_(model, hb.SkipTokens(0.5, layers="all", carry=False))
+    assert torch.equal(zoo.call(model, batch), plain)
+    assert "CHANGES THE FORWARD" in str(report)
+    out = zoo.call(model.train(), batch)
+    assert out.shape == plain.shape and (out - plain).abs().max() > 1e-4
+    zoo.loss(model, batch).backward()
+    assert hb.held(model, lambda: zoo.loss(model, batch)) < 0.62 * held
+
+
+def test_skip_tokens_equals_the_model_on_kept_tokens():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SkipTokens(0.5, layers="all", sampler="fixed"))
+    at = drawn(model, batch)
+    ours = gradients(model, batch)
+    logits = zoo.call(model, batch)
+    hb.remove_(model)
+
+    def alone(m, b):
+        x = m.vit.embeddings(b["pixel_values"])[:, at.kept]
+        for block in m.vit.layers:
+            x = block(x)
+        return m.classifier(m.vit.layernorm(x)[:, 0])
+
+    assert torch.allclose(alone(model, batch), logits, atol=1e-6)
+    weights = torch.linspace(-1, 1, 5)
+    theirs = gradients(model, batch, lambda m, b: (alone(m, b) * weights).pow(2).mean())
+    for key, grad in theirs.items():
+        assert torch.allclose(ours[key], grad, atol=1e-6), key
+
+
+def test_skip_tokens_carries_tokens_along_where_there_is_no_class_token():
+    model, x = own_model(), torch.randn(2, 20, 8)
+    hb.apply_(model, hb.SkipTokens(0.5, layers="all", always=0))
+    out = model(x)
+    assert out.shape == (2, 20, 3)
+    out.sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_skip_tokens_says_where_it_cannot_go():
+    model, batch = short("convnext")
+    hb.apply_(model, hb.SkipTokens(0.5, layers="paper", carry=False))
+    with pytest.raises(RuntimeError, match=r"SkipTokens: .* needs all positions"):
+        zoo.call(model, batch)
