@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -104,17 +105,26 @@ def measure(run) -> dict[str, float]:
     run()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - base
-    times = []
-    for _ in range(STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    for event in events[:-1]:  # as in training, the host runs ahead: nobody waits for a step
+        event.record()
         run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    events[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
     times.sort()
     p20, p50, p80 = (times[int(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
     return {"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "peak_gib": peak / 2**30}
+
+
+def kernels(run) -> None:
+    """Where a step's time goes, into the row's log."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    for e in events[:60]:
+        print(f"{e.self_device_time_total / 1000:8.3f} ms {e.count:4d} x  {e.key[:90]}", flush=True)
 
 
 def row(name: str, label: str, folder: Path) -> None:
@@ -138,10 +148,7 @@ def row(name: str, label: str, folder: Path) -> None:
     compile_s = time.time() - began
     torch.cuda.empty_cache()
     if os.environ.get("HALFBACK_KERNELS"):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            run()
-            torch.cuda.synchronize()
-        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=110), flush=True)
+        kernels(run)
     word = 0
     stem = folder / label.replace(" ", "_").replace("/", "_")
     stem.with_suffix(".ready").touch()
@@ -283,8 +290,6 @@ def main() -> None:
         with args.out.open("a") as f:
             f.writelines(json.dumps(r) + "\n" for r in rows if r["model"] == NAMES[name])
     print(table(rows))
-    if os.environ.get("HALFBACK_KERNELS"):
-        print("kernels:", args.folder)
 
 
 if __name__ == "__main__":

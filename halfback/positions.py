@@ -69,34 +69,6 @@ class Positions:
         """Where each position stands in (kept, dropped)."""
         return self.index[1]
 
-    def enlarged(self, factor: tuple[int, ...]) -> Positions:
-        """The split of a grid `factor` times finer: a cell's sub-positions are kept with it and stay together."""
-        fine = tuple(g * f for g, f in zip(self.grid, factor, strict=True))
-        cells = math.prod(factor)
-        device = self.index.device
-
-        def coordinates(flat: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-            out = []
-            for extent in reversed(shape):
-                out.append(flat % extent)
-                flat = flat // extent
-            return out[::-1]
-
-        def flat(coordinate: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-            out = coordinate[0]
-            for c, extent in zip(coordinate[1:], shape[1:], strict=True):
-                out = out * extent + c
-            return out
-
-        cell = coordinates(self.index[0].unsqueeze(1), self.grid)
-        sub = coordinates(torch.arange(cells, device=device).unsqueeze(0), factor)
-        order = flat([c * f + s for c, f, s in zip(cell, factor, sub, strict=True)], fine).reshape(-1)
-        position = coordinates(torch.arange(math.prod(fine), device=device), fine)
-        owner = flat([p // f for p, f in zip(position, factor, strict=True)], self.grid)
-        within = flat([p % f for p, f in zip(position, factor, strict=True)], factor)
-        where = self.index[1].index_select(0, owner) * cells + within
-        return Positions(torch.stack((order, where, self.index[2].repeat_interleave(cells))), self.k * cells, fine, 0, self, factor)
-
     @staticmethod
     def of(kept: Sequence[int], grid: Sequence[int], always: int = 0) -> Positions:
         """The split that keeps these positions, given by hand."""
@@ -211,10 +183,28 @@ def _(step):
     return torch.empty(2, dtype=torch.int64)
 
 
+@functools.lru_cache(maxsize=64)
+def _finer(grid: tuple[int, ...], factor: tuple[int, ...]) -> np.ndarray:
+    """For each cell of a grid the positions that it owns on the grid `factor` times finer."""
+    fine = [g * f for g, f in zip(grid, factor, strict=True)]
+    split = [x for pair in zip(grid, factor, strict=True) for x in pair]
+    axes = [*range(0, len(split), 2), *range(1, len(split), 2)]
+    return np.arange(math.prod(fine)).reshape(split).transpose(axes).reshape(math.prod(grid), -1)
+
+
+def enlarge(packed: np.ndarray, grid: tuple[int, ...], factor: tuple[int, ...]) -> np.ndarray:
+    """The split of a grid `factor` times finer: a cell's positions are kept with it and stay together."""
+    order = _finer(grid, factor)[packed[0]].reshape(-1)
+    where = np.empty_like(order)
+    where[order] = np.arange(len(order))
+    return np.stack([order, where, packed[2].repeat(math.prod(factor))])
+
+
 @torch.library.custom_op("halfback::draw", mutates_args=())
 def _draw(
     key: Tensor,
     grid: Sequence[int],
+    factors: Sequence[int],
     always: int,
     counts: Sequence[int],
     sampler: str,
@@ -224,20 +214,35 @@ def _draw(
 ) -> Tensor:
     rng = np.random.default_rng([seed % 2**63, *key.tolist()])
     front = np.arange(always)
-    rows = [
-        _pack(np.concatenate([front, always + order]), always + c, rng)
-        for order, c in zip(orders(tuple(grid), counts, sampler, masks, rng), counts, strict=True)
-    ]
+    rows = []
+    for order, c in zip(orders(tuple(grid), counts, sampler, masks, rng), counts, strict=True):
+        levels, size = [_pack(np.concatenate([front, always + order]), always + c, rng)], tuple(grid)
+        for factor in _grouped(factors, len(size)):
+            levels.append(enlarge(levels[-1], size, factor))
+            size = tuple(g * f for g, f in zip(size, factor, strict=True))
+        rows.append(np.concatenate([level.reshape(-1) for level in levels]))
     drawn = torch.from_numpy(np.stack(rows))
     if device.type == "cuda":
         drawn = drawn.pin_memory()
     return drawn.to(device, non_blocking=True)
 
 
+def _grouped(factors: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(factors[i : i + n]) for i in range(0, len(factors), n)]
+
+
+def _levels(grid: tuple[int, ...], factors: Sequence[tuple[int, ...]], always: int) -> list[int]:
+    """How many positions each level has, from the grid that is drawn to the finest."""
+    sizes = [always + math.prod(grid)]
+    for factor in factors:
+        sizes.append(sizes[-1] * math.prod(factor))
+    return sizes
+
+
 @_draw.register_fake
-def _(key, grid, always, counts, sampler, masks, seed, device):
-    n = always + math.prod(grid)
-    return torch.empty((len(counts), 3, n), dtype=torch.int64, device=device)
+def _(key, grid, factors, always, counts, sampler, masks, seed, device):
+    n = 3 * sum(_levels(tuple(grid), _grouped(factors, len(grid)), always))
+    return torch.empty((len(counts), n), dtype=torch.int64, device=device)
 
 
 def draw(
@@ -249,8 +254,23 @@ def draw(
     masks: str = "shared",
     seed: int = 0,
     device: torch.device | str = "cpu",
+    factors: Sequence[tuple[int, ...]] = (),
 ) -> list[Positions]:
-    """One split for each keep ratio, drawn together: a pure function of its arguments."""
+    """One split for each keep ratio, drawn together: a pure function of its arguments. With `factors` it is enlarged by them, one
+    after the other, and the splits of all grids hang together by `coarse`."""
     counts = [count(r, grid, sampler) for r in ratios]
-    packed = torch.ops.halfback.draw(key, list(grid), always, counts, sampler, masks, seed, torch.device(device))
-    return [Positions(packed[i], always + c, tuple(grid), always) for i, c in enumerate(counts)]
+    flat = [f for factor in factors for f in factor]
+    packed = torch.ops.halfback.draw(key, list(grid), flat, always, counts, sampler, masks, seed, torch.device(device))
+    sizes = _levels(grid, factors, always)
+    drawn = []
+    for i, c in enumerate(counts):
+        at, size, k, start = None, tuple(grid), always + c, 0
+        for level, n in enumerate(sizes):
+            if level:
+                size = tuple([g * f for g, f in zip(size, factors[level - 1], strict=True)])
+                k = k * math.prod(factors[level - 1])
+            index = packed[i, start : start + 3 * n].view(3, n)
+            at = Positions(index, k, size, always if level == 0 else 0, at, tuple(factors[level - 1]) if level else ())
+            start += 3 * n
+        drawn.append(at)
+    return drawn

@@ -124,8 +124,15 @@ class State:
 
     # NOTE [one draw a forward]
 
+    def start(self) -> None:
+        if self.key is None:
+            self.key = tick(self.step)
+
+    def finish(self) -> None:
+        self.key = self.current = self.grid = None
+
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
-        """The positions that a block's input is split at. `whole`: the grid is all of it, no leading tokens."""
+        """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
         if torch.compiler.is_compiling():  # pure, from the key, as this may be traced inside a checkpoint
             return self._at(block, self._draw(block, grid, whole, x.device), grid, whole, x.device)
         key = x.untyped_storage()._cdata
@@ -137,9 +144,8 @@ class State:
                     "Use checkpoint(..., use_reentrant=False), and hb.Recompute() instead of offloading block inputs."
                 )
             return self._at(block, self.seen[key], grid, whole, x.device)
-        if self.current is None or (not self.open and block == self.chosen[0]):
-            if not self.open:
-                self.key = tick(self.step)
+        if self.current is None:
+            self.start()
             self.current = self._draw(block, grid, whole, x.device)
         self.seen[key] = self.current
         self.seen.move_to_end(key)
@@ -170,10 +176,8 @@ class State:
             shown = grid
         if m.sampler == "frames" and len(grid) != 3:
             raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
-        key = tick(self.step) if self.key is None else self.key
-        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device)
-        for f in reversed(factors):
-            drawn = [p.enlarged(f) for p in drawn]
+        key = self.key if self.key is not None else tick(self.step)
+        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1])
         if not torch.compiler.is_compiling():
             text = f"{'x'.join(map(str, shown))} positions" + (f" after {always} that are always kept" if always else "")
             if factors:
@@ -233,15 +237,20 @@ def _allow(within: bool) -> bool:
     return True
 
 
-class Allow(Hook):
-    """Before and after a module that calls blocks, while it is traced."""
+class Around(Hook):
+    """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
+    of what is checkpointed."""
 
     def __init__(self, state: State, within: bool):
         super().__init__(state)
         self.within = within
 
     def __call__(self, module, *_):
-        if torch.compiler.is_compiling() and not self.idle(module):
+        if self.idle(module):
+            return None
+        if self.within:
+            self.state.start()
+        if torch.compiler.is_compiling():
             _allow(self.within)
         return None
 
@@ -252,7 +261,7 @@ class Begin(Hook):
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
-        self.state.open, self.state.current, self.state.key = True, None, tick(self.state.step)
+        self.state.open, self.state.current, self.state.key = True, None, None
         return None
 
 
@@ -262,7 +271,8 @@ class End(Hook):
     def __call__(self, module, args, output):
         if self.idle(module):
             return None
-        self.state.open, self.state.current, self.state.key, self.state.grid = False, None, None, None
+        self.state.open = False
+        self.state.finish()
         return merge_all(output) if contains(output) else None
 
 
@@ -312,13 +322,15 @@ class Enter(Hook):
         if isinstance(x, Streams):
             if len(state.ratios) == 1:
                 return x.entering(state.site(self.name))
-            x = merge(x)
+            source, x = x.some, merge(x)
+        else:
+            source = x
         if x.ndim < 3 or not x.is_floating_point():
             state.report.skipped[self.name] = f"its input has shape {tuple(x.shape)}, which has no positions"
             return x
         axis, span = self.place(x)
         grid = tuple(x.shape[axis : axis + span])
-        at = state.positions(self.name, x, grid, span > 1)
+        at = state.positions(self.name, source, grid, span > 1)
         if at.k == at.n:
             return x
         if isinstance(state.method, SkipTokens):
@@ -348,6 +360,8 @@ class Leave(Hook):
             return None
         if torch.compiler.is_compiling():
             ROUTE.__exit__(None, None, None)
+        if not self.state.open and self.name == self.state.chosen[-1]:  # a part of the model was called, without its root
+            self.state.finish()
         return merge_all(_restored(output)) if self.name in self.state.ends else None
 
 
@@ -399,7 +413,8 @@ class Recomputed:
         return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
 
     def streams(self, x: Streams, place: int, args: tuple, kwargs: dict) -> Any:
-        tensors = (x.whole,) if x.parts is None else x.parts
+        # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
+        tensors = (x.whole,) if x.parts is None and x.span > 1 else x.taken_apart()
 
         def run(*inputs, **kw):
             own, others = inputs[: len(tensors)], inputs[len(tensors) :]
@@ -480,8 +495,8 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     model.register_forward_pre_hook(Begin(state), with_kwargs=True, prepend=True)
     model.register_forward_hook(End(state), always_call=True)
     for name in _above(chosen):
-        modules[name].register_forward_pre_hook(Allow(state, True))
-        modules[name].register_forward_hook(Allow(state, False))
+        modules[name].register_forward_pre_hook(Around(state, True))
+        modules[name].register_forward_hook(Around(state, False))
     for name in _before(model, chosen[0]):
         modules[name].register_forward_hook(Grid(state, name))
     for name in opaque:

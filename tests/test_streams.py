@@ -95,8 +95,9 @@ def _reference_logits(name, model, batch, at, mode):
     return x, model.model.norm(x)
 
 
+ONE = -1  # the first would be exact in a causal model: it sees itself alone, and is always kept
 HEADS = {
-    "first token": lambda x: x[:, 0],
+    "one token": lambda x: x[:, ONE],
     "average": lambda x: x.mean(1),
     "every token": lambda x: x,
 }
@@ -373,6 +374,8 @@ def test_a_part_of_a_model_can_be_called_alone():
     hb.apply_(model, hb.SBP(0.5, layers="all"))
     out = model.forward_features(*batch)
     assert (out - plain).abs().max() < 1e-5 and state(model).step == 1
+    model.forward_features(*batch)
+    assert state(model).step == 2
 
 
 def test_llama_with_its_cache_trains():
@@ -472,7 +475,7 @@ def test_what_cannot_be_seen_raises_and_opaque_is_the_way_round():
     model, x = own_model(Hidden), torch.randn(2, 21, 8)
     exact, plain = gradients(model, x, lambda m, x: m(x).pow(2).mean()), model(x)
     hb.apply_(model, hb.SBP(0.5, layers="all"))
-    with pytest.raises(RuntimeError, match=r"1\.0 calls .* opaque="):
+    with pytest.raises(RuntimeError, match=r"1\.0 calls .*opaque="):
         model(x)
     assert state(model).open is False, "a forward that failed leaves nothing behind"
     hb.remove_(model)
@@ -531,17 +534,6 @@ def test_other_ramps_and_masks_keep_the_forward(name, ramp, masks):
     out = zoo.call(model, batch)
     assert (out - plain).abs().max() < 1e-5
     out.sum().backward()
-
-
-def test_disjoint_masks_starve_the_first_layers():
-    """Equation 10: where consecutive layers keep disjoint positions, the gradient vanishes through the layers, not the residual."""
-    model, batch = zoo.make("vit", layers=2)
-    norms = {}
-    for masks in ("shared", "disjoint"):
-        hb.apply_(model, hb.SBP(0.5, layers="all", masks=masks, attention="qkv", sampler="fixed"))
-        norms[masks] = gradients(model, batch)["vit.layers.0.mlp.fc1.weight"].norm()
-        hb.remove_(model)
-    assert norms["disjoint"] < norms["shared"]
 
 
 # SkipTokens
