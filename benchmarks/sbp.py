@@ -106,15 +106,17 @@ def measure(run) -> dict[str, float]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - base
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    began = time.perf_counter()
     for event in events[:-1]:  # as in training, the host runs ahead: nobody waits for a step
         event.record()
         run()
     events[-1].record()
+    host = (time.perf_counter() - began) / STEPS
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
     times.sort()
     p20, p50, p80 = (times[int(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
-    return {"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "peak_gib": peak / 2**30}
+    return {"step_ms": p50, "step_ms_p20": p20, "step_ms_p80": p80, "host_ms": 1000 * host, "peak_gib": peak / 2**30}
 
 
 def kernels(run) -> None:
@@ -123,7 +125,9 @@ def kernels(run) -> None:
         run()
         torch.cuda.synchronize()
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    for e in events[:60]:
+    total, count = sum(e.self_device_time_total for e in events) / 1000, sum(e.count for e in events)
+    print(f"{total:8.3f} ms {count:4d} x  in all", flush=True)
+    for e in events[:80]:
         print(f"{e.self_device_time_total / 1000:8.3f} ms {e.count:4d} x  {e.key[:90]}", flush=True)
 
 

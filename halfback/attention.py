@@ -260,7 +260,7 @@ def _repeat(x: Tensor, each: int) -> Tensor:
 
 
 def _fold(x: Tensor, each: int) -> Tensor:
-    return x if each == 1 else unfold(x, 1, (-1, each)).sum(2)
+    return x if each == 1 else unfold(x, 1, (x.shape[1] // each, each)).sum(2)
 
 
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:

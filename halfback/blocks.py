@@ -82,8 +82,7 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any, caller: str =
         missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
     if missing:
         raise ValueError(
-            f"{caller}: layers={layers if isinstance(layers, str) else missing[0]!r} matches none of the {len(names)} blocks of {kind}. "
-            f"Blocks: {names[0]} ... {names[-1]}."
+            f"{caller}: layers={missing[0]!r} matches none of the {len(names)} blocks of {kind}. Blocks: {names[0]} ... {names[-1]}."
         )
     return chosen
 

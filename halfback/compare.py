@@ -33,13 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from . import __version__
 from .data import Data, load_data
-from .memory import held
+from .memory import Peak, held
 from .methods import parse
 from .models import VIT_B16, load_model, small_vit
 from .report import picture, readable, remarks, rows, table
@@ -94,27 +91,6 @@ def with_method(model: nn.Module, method: str) -> Report | None:
 
 
 # What is measured on one batch
-
-
-class Peak(TorchDispatchMode):
-    """Within `with`, the most bytes that were alive at once, of storages that operations made; `known` tensors are left out."""
-
-    def __init__(self, *known: Tensor):
-        super().__init__()
-        self.known = {t.untyped_storage()._cdata for t in known}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return out
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How many bytes are alive for the backward pass. It measures any model and knows nothing of our methods.
 
 *Held*: bytes alive when the forward ends, each storage once, parameters and buffers excluded.
+*Peak*: the most bytes alive at once, of all that operations made, whoever holds it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Held:
@@ -24,7 +27,6 @@ class Held:
         self.refs: dict[int, tuple[StorageWeakRef, int]] = {}
         self.ignored = {t.untyped_storage()._cdata for m in ignore for t in [*m.parameters(), *m.buffers()]}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
-        self.most = 0
 
     def _pack(self, t: torch.Tensor) -> torch.Tensor:
         t = t.detach()
@@ -42,6 +44,27 @@ class Held:
 
     def __exit__(self, *exc: Any) -> None:
         self.hooks.__exit__(*exc)
+
+
+class Peak(TorchDispatchMode):
+    """Within `with`, the most bytes that were alive at once, of storages that operations made; `known` tensors are left out."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
 
 
 def held(model: nn.Module, forward: Callable[[], Any]) -> int:

@@ -304,8 +304,8 @@ def merge(s: Streams) -> Tensor:
             "Use SBP here, which keeps the forward exact, or leave this block out of layers=."
         )
     if s.outer != 1:
-        kept = unfold(kept, axis, (s.outer, -1))
-        dropped = unfold(dropped, axis, (s.outer, -1))
+        kept = unfold(kept, axis, (s.outer, kept.shape[axis] // s.outer))
+        dropped = unfold(dropped, axis, (s.outer, dropped.shape[axis] // s.outer))
         return merge_parts(kept, dropped, s.at, axis + 1).flatten(axis, axis + 1)
     whole = merge_parts(kept, dropped, s.at, axis)
     return whole if s.span == 1 else unfold(whole, axis, s.at.grid)

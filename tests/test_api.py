@@ -1,0 +1,219 @@
+"""Methods, errors, Algorithm 1: what a user types."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import halfback as hb
+from halfback.blocks import find_blocks
+from halfback.methods import from_json, parse
+from halfback.positions import Positions
+
+METHODS = [
+    hb.SBP(),
+    hb.SBP(0.25, layers=("a.*", "b"), attention="qkv", grid=(14, 14), always=1, opaque="x", seed=3),
+    hb.SkipTokens(0.5, carry=True),
+    hb.Recompute(layers="last 1/2"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_methods_have_one_text_form_and_a_json_form(method):
+    assert parse(str(method)) == (method,)
+    assert from_json(json.loads(json.dumps(method.to_json()))) == method
+
+
+def test_text_composes():
+    assert parse("sbp(keep=0.5)+recompute") == (hb.SBP(0.5), hb.Recompute())
+    assert parse("exact") == ()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("sbp(keep=0.5", "is no method"),
+        ("spb(keep=0.5)", "none of the methods sbp, skiptokens, recompute"),
+        ("sbp(0.5)", "name every argument"),
+        ("sbp(ratio=0.5)", "sbp takes keep, layers"),
+        ("sbp(keep=2)", r"must be a number in \(0, 1\]"),
+    ],
+)
+def test_text_that_is_no_method_says_what_is_possible(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"keep": 0}, r"SBP\(\): keep=0 must be a number in \(0, 1\]"),
+        ({"keep": 1.5}, "keep=1.5"),
+        ({"keep": "half"}, "keep='half'"),
+        ({"sampler": "checker"}, "none of grid, random, frames, fixed"),
+        ({"attention": "rows"}, "none of query, qkv, heads"),
+        ({"ramp": "up"}, "none of uniform, increasing, decreasing"),
+        ({"masks": "own"}, "none of shared, independent, disjoint"),
+        ({"grid": (0, 3)}, "one to three positive sizes"),
+        ({"always": -1}, "number of leading tokens"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        hb.SBP(**fields)
+
+
+def unchanged(model):
+    return all(not m._forward_pre_hooks and not m._forward_hooks and "forward" not in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "methods, message",
+    [
+        ((), "no method given"),
+        (("sbp",), "'sbp' is no method"),
+        ((hb.SBP(), hb.SBP()), "cannot be combined"),
+        ((hb.SBP(), hb.SkipTokens()), "cannot be combined"),
+        (
+            (hb.SBP(layers="blocks.9*"),),
+            r"layers=blocks.9\* matches none of the 3 blocks of ViTForImageClassification. Blocks: vit.layers.0",
+        ),
+        ((hb.SBP(), hb.Recompute(layers=["nothing"])), "matches none of the 3 blocks"),
+        ((hb.SBP(layers=lambda name, module: False),), "matches none"),
+        ((hb.SBP(opaque=["nowhere"]),), "opaque='nowhere' matches no module"),
+    ],
+)
+def test_what_cannot_be_applied_is_said_and_the_model_is_unchanged(methods, message):
+    model, _ = zoo.make("vit", layers=3)
+    before = set(vars(model))
+    with pytest.raises((ValueError, TypeError), match=message):
+        hb.apply_(model, *methods)
+    assert unchanged(model) and set(vars(model)) == before
+
+
+def test_other_bad_input():
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, found int"):
+        hb.apply_(3, hb.SBP())
+    with pytest.raises(ValueError, match="no blocks found in Linear"):
+        hb.apply_(nn.Linear(2, 2), hb.SBP())
+    model, _ = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP())
+    with pytest.raises(ValueError, match=r"already has sbp. Call hb.remove_"):
+        hb.apply_(model, hb.Recompute())
+    with pytest.raises(ValueError, match=r"0 already has sbp"):
+        hb.apply_(nn.Sequential(model), hb.SBP())
+    hb.remove_(model)
+    hb.remove_(model)
+    assert unchanged(model)
+
+
+def test_a_grid_that_does_not_fit_is_said():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(grid=(7, 7), always=1))
+    with pytest.raises(ValueError, match=r"grid=\(7, 7\) does not fit: vit.layers.1 has 65 tokens"):
+        zoo.call(model, batch)
+    hb.remove_(model)
+    report = hb.apply_(model, hb.SBP(grid=(4, 16), always=1))
+    zoo.call(model, batch)
+    assert "4x16 positions after 1" in str(report)
+
+
+@pytest.mark.parametrize(
+    "layers, chosen",
+    [
+        ("all", range(12)),
+        ("last 2/3", range(4, 12)),
+        ("paper", range(4, 12)),
+        ("last 3", range(9, 12)),
+        ("first 1/4", range(3)),
+        (["vit.layers.2", "vit.layers.1?"], [2, 10, 11]),
+        (lambda name, module: name.endswith("7"), [7]),
+    ],
+)
+def test_layers(layers, chosen):
+    model, batch = zoo.make("vit")
+    plain = zoo.call(model, batch)
+    report = hb.apply_(model, hb.SBP(layers=layers))
+    assert report.blocks == [f"vit.layers.{i}" for i in chosen]
+    assert (zoo.call(model, batch) - plain).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", zoo.CONVNETS)
+@pytest.mark.parametrize("depths, third", [((3, 3, 9, 3), 6), ((3, 3, 27, 3), 21)])
+def test_the_papers_layers_of_convnext(name, depths, third):
+    model, _ = zoo.make(name, depths=depths)
+    blocks = [n for n, _ in find_blocks(model)]
+    assert len(blocks) == sum(depths)
+    assert hb.apply_(model, hb.SBP(layers="paper")).blocks == blocks[: 6 + third]
+
+
+def test_blocks_are_found_by_structure():
+    from transformers import MixtralConfig, MixtralForCausalLM, SwinConfig, SwinForImageClassification
+
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=50,
+    )
+    assert [n for n, _ in find_blocks(MixtralForCausalLM(config))] == [f"model.layers.{i}" for i in range(3)]
+    swin = SwinForImageClassification(SwinConfig(image_size=64, embed_dim=12, depths=[2, 2], num_heads=[2, 2], window_size=4))
+    assert len(find_blocks(swin)) == 4
+
+
+def test_swin_trains_with_exact_merges():
+    from transformers import SwinConfig, SwinForImageClassification
+
+    torch.manual_seed(0)
+    model = SwinForImageClassification(SwinConfig(image_size=64, embed_dim=12, depths=[2, 2], num_heads=[2, 2], window_size=4)).train()
+    x = torch.randn(2, 3, 64, 64)
+    torch.manual_seed(0)
+    plain = model(x).logits
+    held = hb.held(model, lambda: model(x).logits.sum())
+    report = hb.apply_(model, hb.SBP(layers="all"))
+    torch.manual_seed(0)
+    assert (model(x).logits - plain).abs().max() < 1e-5
+    assert report.merged and hb.held(model, lambda: model(x).logits.sum()) < 0.95 * held
+
+
+# Algorithm 1
+
+
+def test_algorithm_1_for_any_operation():
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 5)).double()
+    x = torch.randn(2, 10, 6, dtype=torch.float64, requires_grad=True)
+    at = Positions.of([1, 4, 5, 9], (10,))
+    ours = hb.sbp(f, x, at)
+    by_hand = torch.zeros(2, 10, 5, dtype=torch.float64)
+    by_hand[:, at.kept] = f(x[:, at.kept])
+    with torch.no_grad():
+        by_hand[:, at.dropped] = f(x[:, at.dropped])
+    assert torch.allclose(ours, by_hand, atol=1e-12)
+    inputs = [x, *f.parameters()]
+    weight = torch.randn(ours.shape, dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((by_hand * weight).sum(), inputs), strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+def test_a_general_convolution_gets_zero_gradient_at_dropped_outputs():
+    torch.manual_seed(0)
+    f = nn.Conv2d(3, 4, 3, padding=1).double()
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    at = Positions.of([i for i in range(36) if (i // 6 + i % 6) % 2], (6, 6))
+    ours = hb.sbp(f, x, at, dim=2, pointwise=False)
+    assert torch.equal(ours, f(x))
+    weight = torch.randn(ours.shape, dtype=torch.float64)
+    mask = torch.zeros(36, dtype=torch.float64)
+    mask[at.kept] = 1
+    inputs = [x, *f.parameters()]
+    wanted = torch.autograd.grad((f(x) * weight * mask.reshape(6, 6)).sum(), inputs)
+    for a, b in zip(torch.autograd.grad((ours * weight).sum(), inputs), wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
