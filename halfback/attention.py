@@ -140,8 +140,9 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
     groups = whole_k.shape[1]
     each = whole_q.shape[1] // groups
     kept = max(1, round(groups * q.at.k / q.at.n))
-    order = (q.at.index[2, 0] + torch.arange(groups, device=q.device)) % groups
-    index = torch.stack((order, (torch.arange(groups, device=q.device) - q.at.index[2, 0]) % groups))
+    heads_in_order = torch.arange(groups, device=q.device)
+    phase = 0 if q.at.noise is None else q.at.noise
+    index = torch.stack(((heads_in_order + phase) % groups, (heads_in_order - phase) % groups))
 
     def heads(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         parts = Split.apply(unfold(x, 1, (groups, size)), index, kept, 1)

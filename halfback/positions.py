@@ -40,8 +40,8 @@ MASKS = ("shared", "independent", "disjoint")
 class Positions:
     """A split of n positions in two.
 
-    index   (3, n) int64. Row 0: the kept positions, then the dropped ones. Row 1: where each position stands in row 0.
-            Row 2: random numbers of this draw, for whatever else has to be chosen (attention heads).
+    index   (2, n) int64. Row 0: the kept positions, then the dropped ones. Row 1: where each position stands in row 0.
+    noise   one random number of this draw, for whatever else has to be chosen (attention heads)
     coarse  the same split on a grid that is `factor` times coarser; each of its cells owns adjacent entries of row 0.
     """
 
@@ -51,6 +51,7 @@ class Positions:
     always: int = 0
     coarse: Positions | None = None
     factor: tuple[int, ...] = ()
+    noise: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -82,13 +83,13 @@ class Positions:
 
 
 def _flatten(p: Positions):
-    return (p.index, p.coarse), (p.k, p.grid, p.always, p.factor)
+    return (p.index, p.coarse, p.noise), (p.k, p.grid, p.always, p.factor)
 
 
 def _unflatten(children, context) -> Positions:
-    index, coarse = children
+    index, coarse, noise = children
     k, grid, always, factor = context
-    return Positions(index, k, grid, always, coarse, factor)
+    return Positions(index, k, grid, always, coarse, factor, noise)
 
 
 pytree.register_pytree_node(Positions, _flatten, _unflatten, serialized_type_name="halfback.Positions")
@@ -133,36 +134,47 @@ def starts(n: int, counts: Sequence[int]) -> int:
     return math.gcd(n, *counts)
 
 
-def orders(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator) -> list[np.ndarray]:
-    """For each count an order of the grid's positions whose first `count` are kept."""
+def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator) -> list[int]:
+    """For each count where it enters the sampler's order."""
     n = math.prod(grid)
     if sampler == "random":
-        base, step = rng.permutation(n), 1
+        step = 1
     elif sampler == "frames":
         frame = n // grid[0]
-        base = (dithered(grid[:1])[:, None] * frame + np.arange(frame)[None, :]).reshape(-1)
         step = frame * starts(grid[0], [c // frame for c in counts])
     else:
-        base, step = dithered(grid), starts(n, counts)
+        step = starts(n, counts)
 
     def phase() -> int:
         return 0 if sampler == "fixed" else int(rng.integers(n // step)) * step
 
     first = phase()
-    shifts = [first] * len(counts)
     if masks == "independent":
-        shifts = [phase() for _ in counts]
-    elif masks == "disjoint":
-        shifts = [first + sum(counts[:i]) for i in range(len(counts))]
-    return [np.roll(base, -(s % n)) for s in shifts]
+        return [first, *(phase() for _ in counts[1:])]
+    return [(first + sum(counts[:i])) % n if masks == "disjoint" else first for i in range(len(counts))]
 
 
-def _pack(order: np.ndarray, k: int, rng: np.random.Generator | None = None) -> np.ndarray:
+def base_order(grid: tuple[int, ...], sampler: str, rng: np.random.Generator) -> np.ndarray:
+    if sampler == "random":
+        return rng.permutation(math.prod(grid))
+    if sampler == "frames":
+        frame = math.prod(grid[1:])
+        return (dithered(grid[:1])[:, None] * frame + np.arange(frame)[None, :]).reshape(-1)
+    return dithered(grid)
+
+
+def orders(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator) -> list[np.ndarray]:
+    """For each count an order of the grid's positions whose first `count` are kept."""
+    shifts = phases(grid, counts, sampler, masks, rng)
+    base = base_order(grid, sampler, rng)
+    return [np.roll(base, -s) for s in shifts]
+
+
+def _pack(order: np.ndarray, k: int) -> np.ndarray:
     order = np.concatenate([np.sort(order[:k]), np.sort(order[k:])])
     where = np.empty_like(order)
     where[order] = np.arange(len(order))
-    noise = rng.integers(2**31, size=len(order)) if rng is not None else np.zeros_like(order)
-    return np.stack([order, where, noise])
+    return np.stack([order, where])
 
 
 def _rank() -> int:
@@ -197,7 +209,7 @@ def enlarge(packed: np.ndarray, grid: tuple[int, ...], factor: tuple[int, ...]) 
     order = _finer(grid, factor)[packed[0]].reshape(-1)
     where = np.empty_like(order)
     where[order] = np.arange(len(order))
-    return np.stack([order, where, packed[2].repeat(math.prod(factor))])
+    return np.stack([order, where])
 
 
 @torch.library.custom_op("halfback::draw", mutates_args=())
@@ -213,18 +225,33 @@ def _draw(
     device: torch.device,
 ) -> Tensor:
     rng = np.random.default_rng([seed % 2**63, *key.tolist()])
-    front = np.arange(always)
-    rows = []
-    for order, c in zip(orders(tuple(grid), counts, sampler, masks, rng), counts, strict=True):
-        levels, size = [_pack(np.concatenate([front, always + order]), always + c, rng)], tuple(grid)
-        for factor in _grouped(factors, len(size)):
-            levels.append(enlarge(levels[-1], size, factor))
-            size = tuple(g * f for g, f in zip(size, factor, strict=True))
-        rows.append(np.concatenate([level.reshape(-1) for level in levels]))
-    drawn = torch.from_numpy(np.stack(rows))
-    if device.type == "cuda":
-        drawn = drawn.pin_memory()
-    return drawn.to(device, non_blocking=True)
+    layout = (tuple(grid), tuple(factors), always)
+    noise = int(rng.integers(2**31))
+    if sampler == "random":
+        rows = [_all_levels(order, c, *layout) for order, c in zip(orders(layout[0], counts, sampler, masks, rng), counts, strict=True)]
+        drawn = torch.from_numpy(np.stack(rows))
+        drawn = (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
+    else:
+        shifts = phases(layout[0], counts, sampler, masks, rng)
+        drawn = torch.stack([_on_device(c, s, sampler, *layout, device) for c, s in zip(counts, shifts, strict=True)])
+    drawn[:, -1] = noise
+    return drawn
+
+
+def _all_levels(order: np.ndarray, c: int, grid: tuple[int, ...], factors: tuple[int, ...], always: int) -> np.ndarray:
+    """A split and its enlargements, one behind the other, and a place for the noise."""
+    levels, size = [_pack(np.concatenate([np.arange(always), always + order]), always + c)], grid
+    for factor in _grouped(factors, len(size)):
+        levels.append(enlarge(levels[-1], size, factor))
+        size = tuple(g * f for g, f in zip(size, factor, strict=True))
+    return np.concatenate([*(level.reshape(-1) for level in levels), [0]])
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(c: int, shift: int, sampler: str, grid, factors, always: int, device: torch.device) -> Tensor:
+    """Orders that differ by a phase only are few, so they stay where they are used. (Half of a grid has two.)"""
+    order = np.roll(base_order(grid, sampler, np.random.default_rng(0)), -shift)
+    return torch.from_numpy(_all_levels(order, c, grid, factors, always)).to(device)
 
 
 def _grouped(factors: Sequence[int], n: int) -> list[tuple[int, ...]]:
@@ -241,7 +268,7 @@ def _levels(grid: tuple[int, ...], factors: Sequence[tuple[int, ...]], always: i
 
 @_draw.register_fake
 def _(key, grid, factors, always, counts, sampler, masks, seed, device):
-    n = 3 * sum(_levels(tuple(grid), _grouped(factors, len(grid)), always))
+    n = 2 * sum(_levels(tuple(grid), _grouped(factors, len(grid)), always)) + 1
     return torch.empty((len(counts), n), dtype=torch.int64, device=device)
 
 
@@ -269,8 +296,8 @@ def draw(
             if level:
                 size = tuple([g * f for g, f in zip(size, factors[level - 1], strict=True)])
                 k = k * math.prod(factors[level - 1])
-            index = packed[i, start : start + 3 * n].view(3, n)
-            at = Positions(index, k, size, always if level == 0 else 0, at, tuple(factors[level - 1]) if level else ())
-            start += 3 * n
+            index = packed[i, start : start + 2 * n].view(2, n)
+            at = Positions(index, k, size, always if level == 0 else 0, at, tuple(factors[level - 1]) if level else (), packed[i, -1])
+            start += 2 * n
         drawn.append(at)
     return drawn

@@ -80,7 +80,7 @@ def unchanged(model):
         ((hb.SBP(), hb.SkipTokens()), "cannot be combined"),
         (
             (hb.SBP(layers="blocks.9*"),),
-            r"layers=blocks.9\* matches none of the 3 blocks of ViTForImageClassification. Blocks: vit.layers.0",
+            r"layers='blocks.9\*' matches none of the 3 blocks of ViTForImageClassification. Blocks: vit.layers.0 ... vit.layers.2",
         ),
         ((hb.SBP(), hb.Recompute(layers=["nothing"])), "matches none of the 3 blocks"),
         ((hb.SBP(layers=lambda name, module: False),), "matches none"),
