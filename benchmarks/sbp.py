@@ -271,8 +271,8 @@ def table(rows: list[dict]) -> str:
     lines = [f"{'model':11} {'method':34} {'ms':>8} {'host':>8} {'GiB':>7} {'time':>6} {'peak':>6}  compile s"]
     for r in rows:
         lines.append(
-            f"{r['model']:11} {r['method']:34} {r['step_ms']:8.2f} {r['host_ms']:8.2f} {r['peak_gib']:7.2f} {r['time_ratio']:6.3f} {r['peak_ratio']:6.3f}"
-            f"  {r['compile_s']:.0f}"
+            f"{r['model']:11} {r['method']:34} {r['step_ms']:8.2f} {r['host_ms']:8.2f} {r['peak_gib']:7.2f} "
+            f"{r['time_ratio']:6.3f} {r['peak_ratio']:6.3f}  {r['compile_s']:.0f}"
         )
     return "\n".join(lines)
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .streams import BRANCH, WHOLE, Merge, Split, Streams, merge, merge_parts, note, same_layout, split, split_parts, unfold
+from .notes import note
+from .streams import BRANCH, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -228,7 +229,8 @@ def kept_attention(
 
 @kept_attention.register_fake
 def _(q1, k1, v1, q, k, v, mask, index, kernel, causal, scale):
-    batch, heads, kept, width = *q1.shape[:3], v1.shape[3]
+    batch, heads, kept = q1.shape[:3]
+    width = v1.shape[3]
     out1 = torch.empty_like(q1) if q1.shape[3] == width else q1.new_empty((batch, heads, kept, width))
     exact = torch.float64 if q1.dtype == torch.float64 else torch.float32
     out0 = q.narrow(2, 0, q.shape[2] - kept)
@@ -268,7 +270,7 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x.like(x.kept.to(dtype), x.dropped.to(dtype)) for x in (q, k, v))
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
@@ -277,7 +279,7 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
             mask = mask.unsqueeze(0)
         mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
     ordered = causal or mask is not None
-    whole = [join(x.detach(), ordered) for x in (q, k, v)]
+    whole = [join(x.like(x.kept.detach(), x.dropped.detach()), ordered) for x in (q, k, v)]
     kept, dropped, _ = torch.ops.halfback.kept_attention(q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 

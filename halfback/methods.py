@@ -21,6 +21,7 @@ class Method:
     """The base of all methods: a text form and a JSON form, of what differs from the defaults."""
 
     changes_forward: ClassVar[bool] = False
+    layers: Layers
 
     def changed(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]

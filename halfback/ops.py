@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import attend, multi_head
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, note, same_layout, split, split_parts
+from .notes import note
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -54,7 +55,7 @@ def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
     if isinstance(args, Tensor):
         return _share(args, like)
     if isinstance(args, (list, tuple)):
-        pairs = [_parts(a, like) for a in args]
+        pairs: list[Any] = [_parts(a, like) for a in args]
         if any([p is None for p in pairs]):
             return None
         return type(args)([p[0] for p in pairs]), type(args)([p[1] for p in pairs])
@@ -497,7 +498,8 @@ def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Stre
         rows = rows.reshape(rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2])
         return F.linear(rows, matrix, bias).transpose(1, 2)
 
-    return Streams((patches(x.kept), patches(x.dropped)), None, x.at.coarse, 2, x.span, 1, role, x.site)
+    coarse: Any = x.at.coarse
+    return Streams((patches(x.kept), patches(x.dropped)), None, coarse, 2, x.span, 1, role, x.site)
 
 
 def _attention(name, func, args, kwargs):

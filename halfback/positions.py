@@ -25,11 +25,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from .notes import LISTENERS
 
 SAMPLERS = ("grid", "random", "frames", "fixed")
 RAMPS = ("uniform", "increasing", "decreasing")
@@ -223,7 +226,11 @@ def _draw(
     masks: str,
     seed: int,
     device: torch.device,
+    owner: int,
 ) -> Tensor:
+    listener = LISTENERS.get(owner)
+    if listener is not None:
+        listener.drew(tuple(grid), _grouped(factors, len(grid)), always, counts)
     rng = np.random.default_rng([seed % 2**63, *key.tolist()])
     layout = (tuple(grid), tuple(factors), always)
     noise = int(rng.integers(2**31))
@@ -267,7 +274,7 @@ def _levels(grid: tuple[int, ...], factors: Sequence[tuple[int, ...]], always: i
 
 
 @_draw.register_fake
-def _(key, grid, factors, always, counts, sampler, masks, seed, device):
+def _(key, grid, factors, always, counts, sampler, masks, seed, device, owner):
     n = 2 * sum(_levels(tuple(grid), _grouped(factors, len(grid)), always)) + 1
     return torch.empty((len(counts), n), dtype=torch.int64, device=device)
 
@@ -282,14 +289,15 @@ def draw(
     seed: int = 0,
     device: torch.device | str = "cpu",
     factors: Sequence[tuple[int, ...]] = (),
+    owner: int = 0,
 ) -> list[Positions]:
     """One split for each keep ratio, drawn together: a pure function of its arguments. With `factors` it is enlarged by them, one
     after the other, and the splits of all grids hang together by `coarse`."""
     counts = [count(r, grid, sampler) for r in ratios]
     flat = [f for factor in factors for f in factor]
-    packed = torch.ops.halfback.draw(key, list(grid), flat, always, counts, sampler, masks, seed, torch.device(device))
+    packed = torch.ops.halfback.draw(key, list(grid), flat, always, counts, sampler, masks, seed, torch.device(device), owner)
     sizes = _levels(grid, factors, always)
-    drawn = []
+    drawn: list[Any] = []
     for i, c in enumerate(counts):
         at, size, k, start = None, tuple(grid), always + c, 0
         for level, n in enumerate(sizes):

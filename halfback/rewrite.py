@@ -29,8 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import blocks as finding
 from . import ops  # noqa: F401  fills the table
 from .methods import SBP, Method, Recompute, SkipTokens
+from .notes import LISTENERS
 from .positions import Positions, draw, keeps, tick
-from .streams import LISTENERS, ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
+from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 256  # splits whose positions a checkpoint may still ask for
@@ -46,13 +47,22 @@ class Report:
     blocks: list[str]
     recomputed: list[str]
     skipped: dict[str, str]
-    positions: dict[str, str] = field(default_factory=dict)
+    positions: list[str] = field(default_factory=list)
     notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def hear(self, block: str, kind: str, what: str) -> None:
         where = self.notes.setdefault((kind, what), [])
         if block not in where:
             where.append(block)
+
+    def drew(self, grid: tuple[int, ...], factors: list[tuple[int, ...]], always: int, counts: list[int]) -> None:
+        finest = [math.prod(f) for f in zip(grid, *factors, strict=True)]
+        text = f"{'x'.join(map(str, finest))} positions" + (f" after {always} that are always kept" if always else "")
+        text += f", drawn on {'x'.join(map(str, grid))}" if factors else ""
+        share = sum(counts) / len(counts) / math.prod(grid)
+        text += f"; {share:.1%} of them kept" + (" on average" if len(set(counts)) > 1 else "")
+        if text not in self.positions:
+            self.positions.append(text)
 
     @property
     def merged(self) -> dict[str, list[str]]:
@@ -71,7 +81,7 @@ class Report:
             lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
         if any(m.changes_forward for m in self.methods):
             lines.append("  this CHANGES THE FORWARD in training: dropped tokens do not take part in the chosen blocks")
-        lines += [f"  {key}: {value}" for key, value in self.positions.items()]
+        lines += [f"  {text}" for text in self.positions]
         lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
         said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "fell back": "fell back:"}
         for (kind, what), where in self.notes.items():
@@ -168,21 +178,14 @@ class State:
             factors = self.chains[block]
             while factors and not _divides(grid, factors):
                 factors = factors[:-1]
-            shown = grid
             for f in factors:
                 grid = tuple(g // c for g, c in zip(grid, f, strict=True))
         else:
             always, grid = self._places(grid[0], block)
-            shown = grid
         if m.sampler == "frames" and len(grid) != 3:
             raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
         key = self.key if self.key is not None else tick(self.step)
-        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1])
-        if not torch.compiler.is_compiling():
-            text = f"{'x'.join(map(str, shown))} positions" + (f" after {always} that are always kept" if always else "")
-            if factors:
-                text += f", drawn on {'x'.join(map(str, grid))}"
-            self.report.positions.setdefault(block, text + f"; {drawn[0].k} of {drawn[0].n} kept")
+        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1], self.owner)
         return drawn
 
     def _places(self, n: int, block: str) -> tuple[int, tuple[int, ...]]:
@@ -346,7 +349,8 @@ class Enter(Hook):
     def skip(self, x: Tensor, at: Positions, axis: int, span: int) -> Streams:
         kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
         site = self.state.site(self.name)
-        carry = at.always == 0 if self.state.method.carry is None else self.state.method.carry
+        carry = getattr(self.state.method, "carry", None)
+        carry = at.always == 0 if carry is None else carry
         if carry:
             return Streams((kept, dropped.detach()), None, at, axis, span, 1, TRUNK, site)
         return Streams((kept, None), None, at, axis, span, 1, TRUNK, site, rest=dropped.detach())

@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .notes import note
 from .positions import Positions
 
 TRUNK, BRANCH, WHOLE = "trunk", "branch", "whole"  # WHOLE: a branch that is approximated already, and not cut again
@@ -55,7 +55,7 @@ class Site:
 def interleave(kept: Tensor | None, dropped: Tensor | None, index: Tensor, k: int, dim: int) -> Tensor:
     """The whole axis from its two parts; a part that is None counts as zeros."""
     n = index.shape[1]
-    some = kept if kept is not None else dropped
+    some: Any = kept if kept is not None else dropped
     shape = list(some.shape)
 
     def zeros(size: int) -> Tensor:
@@ -130,15 +130,15 @@ class Streams:
     """One tensor as two parts, or as the whole that they are split from when somebody asks for them: a trunk that only convolutions
     and joins use is never taken apart. A dropped part of None was left out of the forward (SkipTokens); `rest` is what it was then."""
 
-    parts: tuple[Tensor, Tensor | None] | None
-    whole: Tensor | None
+    parts: tuple[Tensor, Any] | None
+    whole: Any  # a Tensor, or None where there are parts
     at: Positions
     axis: int
     span: int
     outer: int
     role: str
     site: Site
-    rest: Tensor | None = None
+    rest: Any = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -170,7 +170,7 @@ class Streams:
         """The same contents as the trunk of another block (rule 2)."""
         return Streams(self.parts, self.whole, self.at, self.axis, self.span, self.outer, TRUNK, site, self.rest)
 
-    def taken_apart(self) -> tuple[Tensor, Tensor | None]:
+    def taken_apart(self) -> tuple[Tensor, Any]:
         if self.parts is None:
             self.parts = split_parts(self.whole.flatten(self.axis, self.axis + self.span - 1), self.at, self.axis)
         return self.parts
@@ -180,7 +180,7 @@ class Streams:
         return self.taken_apart()[0]
 
     @property
-    def dropped(self) -> Tensor | None:
+    def dropped(self) -> Any:
         return self.taken_apart()[1]
 
     @property
@@ -340,20 +340,6 @@ def contains(tree: Any) -> bool:
     return False
 
 
-# Hearing of merges. At trace time a compiled graph calls this once, as plain Python.
-
-LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-@torch.compiler.assume_constant_result
-def note(owner: int, block: str, kind: str, what: str) -> bool:
-    """Tell whoever applied the method that `what` was merged, or fell back, in `block`."""
-    listener = LISTENERS.get(owner)
-    if listener is not None:
-        listener.hear(block, kind, what)
-    return True
-
-
 # The dispatch
 
 TABLE: dict[str, Callable] = {}  # name of a torch function -> its row; filled by ops.py
@@ -369,7 +355,7 @@ UNCHANGED = ("detach", "size", "dim", "requires_grad_")
 
 def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one torch function that met Streams: by its row in the table, or merged."""
-    first = find(args) or find(tuple(kwargs.values()))
+    first: Any = find((*args, *kwargs.values()))
     if not torch.is_grad_enabled() and name not in UNCHANGED and first.requires_grad:
         raise RuntimeError(
             f"{first.site.block or 'a block'} calls {name}() on activations with gradients switched off: inside a custom "

@@ -1,0 +1,20 @@
+"""Who hears of what only a forward can tell: merges, fallbacks, the positions that were drawn."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def note(owner: int, block: str, kind: str, what: str) -> bool:
+    """Tell whoever applied the method that `what` was merged, or fell back, in `block`. A compiled graph calls this once, when it is
+    traced, as plain Python."""
+    listener = LISTENERS.get(owner)
+    if listener is not None:
+        listener.hear(block, kind, what)
+    return True

@@ -1,0 +1,112 @@
+"""torch.compile: one graph, compiled once, with fresh masks, and eager's gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from torch._dynamo.utils import counters
+
+import halfback as hb
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is False, "a setting of torch's was left changed"
+
+
+def short(name):
+    return zoo.make(name, depths=(1, 1, 3, 1)) if name in zoo.CONVNETS else zoo.make(name, layers=3)
+
+
+def compiled_against_eager(model, batch, steps, backend="aot_eager"):
+    """The largest difference of any gradient to eager's, relative to the largest gradient, over steps with their own masks."""
+    eager = copy.deepcopy(model)
+    fast = torch.compile(model, fullgraph=True, backend=backend)
+    worst, masks = 0.0, set()
+    for _ in range(steps):
+        for m, f in ((model, fast), (eager, eager)):
+            m.zero_grad()
+            zoo.loss(f, batch).backward()
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True) if q.grad is not None]
+        scale = max(q.abs().max() for _, q in pairs)
+        worst = max(worst, max(((p - q).abs().max() / scale).item() for p, q in pairs))
+        masks.add(sum(q.double().sum().item() for _, q in pairs))
+    assert len(masks) > 1, "masks do not change"
+    return worst
+
+
+@pytest.mark.parametrize("mode", ["query", "qkv"])
+@pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
+def test_one_compilation_trains_with_fresh_masks_and_eager_gradients(name, mode):
+    model, batch = short(name)
+    hb.apply_(model, hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode))
+    assert compiled_against_eager(model, batch, STEPS) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "tv_vit", "timm_vit", "dinov2"])
+def test_other_models_compile_too(name):
+    model, batch = zoo.make(name, layers=2)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    assert compiled_against_eager(model, batch, 2) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["query", "qkv"])
+@pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
+def test_recompute_compiles(name, mode):
+    model, batch = short(name)
+    hb.apply_(model, hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode), hb.Recompute())
+    assert compiled_against_eager(model, batch, 3) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+def test_transformers_own_checkpointing_compiles(name):
+    model, batch = zoo.make(name, layers=2)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    hb.apply_(model, hb.SBP(0.5, layers="all", attention="qkv"))
+    assert compiled_against_eager(model, batch, 3) < 1e-5
+
+
+def test_inductor_compiles():
+    model, batch = zoo.make("timm_vit", layers=2)
+    hb.apply_(model, hb.SBP(0.5, layers="all"), hb.Recompute())
+    assert compiled_against_eager(model, batch, 3, "inductor") < 1e-4
+
+
+def test_skip_tokens_compiles():
+    model, batch = zoo.make("vit", layers=2)
+    hb.apply_(model, hb.SkipTokens(0.5, layers="all"))
+    assert compiled_against_eager(model, batch, 3) < 1e-5
+
+
+def test_merges_are_reported_under_compile_too():
+    model, batch = zoo.make("vit", layers=2)
+    model.set_attn_implementation("eager")
+    report = hb.apply_(model, hb.SBP(0.5, layers="all"))
+    torch.compile(model, fullgraph=True, backend="eager")(**batch)
+    assert any("matmul" in what for what in report.merged)
+    assert "8x8 positions after 1" in str(report)
+
+
+def test_images_of_other_sizes_do_not_compile_forever():
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(
+        img_size=64, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5, dynamic_img_size=True
+    )
+    hb.apply_(model.train(), hb.SBP(0.5, layers="all"))
+    fast = torch.compile(model, backend="aot_eager")
+    for size in (64, 72, 80, 96, 48):
+        fast(torch.randn(2, 3, size, size)).sum().backward()
+    assert model._halfback.states[0].step == 5
