@@ -121,7 +121,13 @@ CONVNETS = {"convnext": convnext, "timm_convnext": timm_convnext, "tv_convnext":
 MODELS = {**TRANSFORMERS, **CONVNETS}
 
 
+_IMPORTED: set[str] = set()
+
+
 def make(name: str, seed: int = 0, **kwargs) -> tuple[nn.Module, dict | tuple]:
+    if name not in _IMPORTED:  # importing a model's module draws random numbers
+        MODELS[name](**kwargs)
+        _IMPORTED.add(name)
     torch.manual_seed(seed)
     model, batch = MODELS[name](**kwargs)
     with torch.no_grad():  # small models start so flat that mistakes would hide: give every parameter something to do
