@@ -1,12 +1,13 @@
 # make setup   the environment, in .venv        make test   lint, types and tests
-# make demo    a comparison, three minutes      make clean  all of it away
+# make demo    a comparison, three minutes      make bench  time and peak on your GPU, and the README's tables
+# make clean   all of it away
 
 PYTHON ?= python3
 BIN := .venv/bin
 # One thread: with two on busy cores, threads wait for each other and a step of 12 ms took up to 3.9 s.
 RUN := OMP_NUM_THREADS=1
 
-.PHONY: setup test demo clean
+.PHONY: setup test demo bench clean
 
 setup: .venv/.ready
 
@@ -23,6 +24,10 @@ test: setup
 
 demo: setup
 	$(RUN) $(BIN)/halfback compare
+
+bench: setup
+	$(BIN)/python benchmarks/sbp.py
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

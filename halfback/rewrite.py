@@ -34,7 +34,7 @@ from .positions import Positions, draw, keeps, tick
 from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
-REMEMBERED = 256  # splits whose positions a checkpoint may still ask for
+REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
 _OWNERS = itertools.count(1)
 
 

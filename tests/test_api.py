@@ -183,6 +183,38 @@ def test_swin_trains_with_exact_merges():
     assert report.merged and hb.held(model, lambda: model(x).logits.sum()) < 0.95 * held
 
 
+VISION = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 96, "image_size": 32}
+
+
+@pytest.mark.parametrize("sampler", ["grid", "frames"])
+def test_videos_lie_on_a_grid_of_three_dimensions(sampler):
+    from transformers import VivitConfig, VivitForVideoClassification
+
+    config = VivitConfig(**VISION, tubelet_size=[2, 8, 8], num_frames=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model, x = VivitForVideoClassification(config).train(), torch.randn(2, 8, 3, 32, 32)
+    plain = model(x).logits
+    report = hb.apply_(model, hb.SBP(layers="all", sampler=sampler))
+    assert (model(x).logits - plain).abs().max() < 1e-5
+    assert report.positions == ["4x4x4 positions after 1 that are always kept; 50.0% of them kept"]
+
+
+def test_class_and_register_tokens_are_always_kept():
+    from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
+
+    config = Dinov2WithRegistersConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
+    model = Dinov2WithRegistersForImageClassification(config).train()
+    report = hb.apply_(model, hb.SBP(layers="all"))
+    model(torch.randn(2, 3, 32, 32))
+    assert report.positions == ["4x4 positions after 5 that are always kept; 50.0% of them kept"]
+
+
+def test_frames_of_an_image_are_refused():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(layers="all", sampler="frames"))
+    with pytest.raises(ValueError, match=r"needs a \(T, H, W\) grid; vit.layers.0 has \(8, 8\)"):
+        zoo.call(model, batch)
+
+
 # Algorithm 1
 
 
