@@ -15,6 +15,7 @@ NOTE [one draw a forward]
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import blocks as finding
 from . import ops  # noqa: F401  fills the table
 from .methods import SBP, Method, Recompute, SkipTokens
-from .notes import LISTENERS
+from .notes import LISTENERS, note
 from .positions import Positions, draw, keeps, tick
 from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
@@ -46,7 +47,6 @@ class Report:
     methods: tuple[Method, ...]
     blocks: list[str]
     recomputed: list[str]
-    skipped: dict[str, str]
     positions: list[str] = field(default_factory=list)
     notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
@@ -82,8 +82,7 @@ class Report:
         if any(m.changes_forward for m in self.methods):
             lines.append("  this CHANGES THE FORWARD in training: dropped tokens do not take part in the chosen blocks")
         lines += [f"  {text}" for text in self.positions]
-        lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
-        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "fell back": "fell back:"}
+        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "fell back": "fell back:", "skipped": "skipped:"}
         for (kind, what), where in self.notes.items():
             lines.append(f"  {said.get(kind, kind)} {what} in {_range(where)}")
         if self.blocks and not self.positions:
@@ -118,7 +117,7 @@ class State:
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
         self.grid: tuple[int, ...] | None = None
-        self.seen: OrderedDict[int, list[Positions]] = OrderedDict()
+        self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
         LISTENERS[self.owner] = self.report
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,35 +142,40 @@ class State:
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
         """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
+        where: Any = (block, grid, whole, x.device)
         if torch.compiler.is_compiling():  # pure, from the key, as this may be traced inside a checkpoint
-            return self._at(block, self._draw(block, grid, whole, x.device), grid, whole, x.device)
-        key = x.untyped_storage()._cdata
+            self.start()
+            return self._at(self._draw(self.key, *where), self.key, *where)
+        storage = x.untyped_storage()._cdata
         if torch._C._current_graph_task_id() != -1:
-            if key not in self.seen:
+            if storage not in self.seen:
                 raise RuntimeError(
                     f"{block} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: "
                     "reentrant checkpointing ran it without gradients, or its input came back in another storage. "
                     "Use checkpoint(..., use_reentrant=False), and hb.Recompute() instead of offloading block inputs."
                 )
-            return self._at(block, self.seen[key], grid, whole, x.device)
+            return self._at(*self.seen[storage], *where)
         if self.current is None:
             self.start()
-            self.current = self._draw(block, grid, whole, x.device)
-        self.seen[key] = self.current
-        self.seen.move_to_end(key)
+            self.current = self._draw(self.key, *where)
+        self.seen[storage] = (self.current, self.key)
+        self.seen.move_to_end(storage)
         while len(self.seen) > REMEMBERED:
             self.seen.popitem(last=False)
-        return self._at(block, self.current, grid, whole, x.device)
+        return self._at(self.current, self.key, *where)
 
-    def _at(self, block: str, drawn: list[Positions], grid: tuple[int, ...], whole: bool, device: torch.device) -> Positions:
+    def _at(
+        self, drawn: list[Positions], key: Tensor | None, block: str, grid: tuple[int, ...], whole: bool, device: torch.device
+    ) -> Positions:
+        """The split of this grid among those that were drawn together."""
         at: Positions | None = drawn[self.row[block]]
         while at is not None:
             if at.n == math.prod(grid) and (not whole or at.grid == grid):
                 return at
             at = at.coarse
-        return self._draw(block, grid, whole, device)[self.row[block]]  # a grid of its own, which no factor leads to
+        return self._draw(key, block, grid, whole, device)[self.row[block]]  # a grid of its own, which no factor leads to
 
-    def _draw(self, block: str, grid: tuple[int, ...], whole: bool, device: torch.device) -> list[Positions]:
+    def _draw(self, key: Any, block: str, grid: tuple[int, ...], whole: bool, device: torch.device) -> list[Positions]:
         m = self.method
         always, factors = 0, []
         if whole:
@@ -184,9 +188,7 @@ class State:
             always, grid = self._places(grid[0], block)
         if m.sampler == "frames" and len(grid) != 3:
             raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
-        key = self.key if self.key is not None else tick(self.step)
-        drawn = draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1], self.owner)
-        return drawn
+        return draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1], self.owner)
 
     def _places(self, n: int, block: str) -> tuple[int, tuple[int, ...]]:
         """How many leading tokens stand before which grid, in n tokens."""
@@ -306,18 +308,17 @@ class Enter(Hook):
         parts = list(block.modules())
         self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
         self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
+        self.first = next(iter(inspect.signature(block.forward).parameters), "")
 
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
         if torch.compiler.is_compiling():
             ROUTE.__enter__()
-        for i, x in enumerate(args):
-            if isinstance(x, (Tensor, Streams)):
-                return (*args[:i], self.enter(x), *args[i + 1 :]), kwargs
-        for key, x in kwargs.items():
-            if isinstance(x, (Tensor, Streams)) and x.is_floating_point():
-                return args, {**kwargs, key: self.enter(x)}
+        if args:
+            return (self.enter(args[0]), *args[1:]), kwargs
+        if self.first in kwargs:
+            return args, {**kwargs, self.first: self.enter(kwargs[self.first])}
         return None
 
     def enter(self, x: Tensor | Streams) -> Any:
@@ -328,8 +329,8 @@ class Enter(Hook):
             source, x = x.some, merge(x)
         else:
             source = x
-        if x.ndim < 3 or not x.is_floating_point():
-            state.report.skipped[self.name] = f"its input has shape {tuple(x.shape)}, which has no positions"
+        if not isinstance(x, Tensor) or x.ndim < 3 or not x.is_floating_point():
+            note(state.owner, self.name, "skipped", "its first argument is no activation with positions")
             return x
         axis, span = self.place(x)
         grid = tuple(x.shape[axis : axis + span])
@@ -478,7 +479,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
     chosen = picks[type(streamed)] if streamed else []
     recomputed = picks.get(Recompute, [])
-    report = Report(type(model).__name__, methods, chosen, recomputed, {})
+    report = Report(type(model).__name__, methods, chosen, recomputed)
     states = []
     if streamed and streamed.keep < 1:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
