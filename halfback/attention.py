@@ -32,6 +32,8 @@ aten = torch.ops.aten
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None) -> Tensor:
     """torch's own attention. Grouped queries (H > G) become more rows of the same head, which needs no copies of keys."""
     heads, groups = q.shape[1], k.shape[1]
+    while mask is not None and mask.ndim < 4:
+        mask = mask.unsqueeze(0)
     if heads == groups:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
     if causal:
@@ -96,15 +98,15 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     if mode == "skip":
         return _skip(q, key, value, attn_mask, dropout_p, is_causal, scale) if together else NotImplemented
     if not together and mode != "query":
-        note(q.site.owner, q.site.block, "fell back", f'attention="{mode}" to "query": keys or values came as plain tensors')
+        note(q.site.owner, q.site.block, "fell back", f'attention="{mode}" to "query": keys or values are not split at the same positions')
         mode = "query"
     if mode == "heads":
         return _heads(q, key, value, attn_mask, dropout_p, is_causal, scale)
     if mode == "qkv":
-        fused = _fused(q.kept, attn_mask, dropout_p)
+        fused = _fused(q.kept, value.kept, attn_mask, dropout_p)
         if fused is not None:
             return _kept_only(fused, q, key, value, attn_mask, is_causal, scale)
-        why = "dropout" if dropout_p else "this mask or dtype"
+        why = "dropout" if dropout_p else "this mask, dtype or width"
         note(
             q.site.owner,
             q.site.block,
@@ -149,6 +151,8 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
         parts = Split.apply(unfold(x, 1, (groups, size)), index, kept, 1)
         return parts[0].flatten(1, 2), parts[1].flatten(1, 2)
 
+    while mask is not None and mask.ndim < 4:
+        mask = mask.unsqueeze(0)
     masks = (mask, mask)
     if mask is not None and mask.ndim == 4 and mask.shape[1] == groups * each:
         masks = heads(mask, each)
@@ -163,9 +167,9 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
 # "qkv": the fused backward with the LSE of full rows
 
 
-def _fused(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
     """The kernel whose backward can be given its LSE, or None."""
-    if dropout_p or (mask is not None and (mask.requires_grad or (mask.dtype == torch.bool and q.is_cuda))):
+    if dropout_p or v.shape[-1] != q.shape[-1] or (mask is not None and (mask.requires_grad or (mask.dtype == torch.bool and q.is_cuda))):
         return None
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None

@@ -118,7 +118,7 @@ def shrinks(model: nn.Module, blocks: Sequence[Named]) -> list[tuple[str, tuple[
             out.append((name, pending))
             inside, pending = name, ()
         elif isinstance(module, CONVOLUTIONS) and out and math.prod(module.stride) > 1:
-            same = tuple(module.kernel_size) == tuple(module.stride)
+            same = tuple(module.kernel_size) == tuple(module.stride) and math.prod(module.dilation) == 1
             pending = tuple(module.stride) if same and not pending else (-1,)
     return out
 

@@ -135,7 +135,10 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
         if isinstance(other, Streams):
             if other.role == TRUNK or not same_layout(trunk, other) or other.shape != trunk.shape:
                 return None
-            other = merge(other.like(other.kept, other.dropped.detach()) if other.role == BRANCH else other)
+            if other.role == BRANCH:
+                note(trunk.site.owner, trunk.site.block, "cut", "")
+                other = other.like(other.kept, other.dropped.detach())
+            other = merge(other)
         elif not isinstance(other, Tensor) or other.shape != trunk.shape:
             return None
         whole = trunk.whole + other
@@ -148,6 +151,8 @@ def _cut(pairs, streams, args, role):
     roles = [s.role for s in streams]
     if TRUNK not in roles:
         return pairs, role
+    if BRANCH in roles:
+        note(streams[0].site.owner, streams[0].site.block, "cut", "")
     (kept_args, kept_values), (dropped_args, dropped_values) = pairs
     dropped_args = [
         d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d for a, d in zip(args, dropped_args, strict=True)
@@ -156,8 +161,12 @@ def _cut(pairs, streams, args, role):
 
 
 def per_part(name, func, args, kwargs):
-    """Functions of one tensor that do not care for its shape."""
-    return both(args[0], lambda part: func(part, *args[1:], **kwargs))
+    """Functions of one tensor that do not care for its shape. Of another argument (type_as, to) only dtype and device count."""
+    rest = [a.some if isinstance(a, Streams) else a for a in args[1:]]
+    keyword = {k: v.some if isinstance(v, Streams) else v for k, v in kwargs.items()}
+    if not isinstance(args[0], Streams):
+        return func(args[0], *rest, **keyword)
+    return both(args[0], lambda part: func(part, *rest, **keyword))
 
 
 def blank(name, func, args, kwargs):
@@ -414,6 +423,8 @@ def unsqueeze(name, func, args, kwargs):
 def expand(name, func, args, kwargs):
     x = args[0]
     sizes = list(args[1].shape) if name == "expand_as" else _sizes(args[1:])
+    if not isinstance(x, Streams):
+        return x.expand(sizes)
     extra = len(sizes) - x.ndim
     start = x.axis + extra
     for size, extent in zip(sizes[start : start + x.span], x.extents, strict=True):
@@ -440,6 +451,8 @@ def getitem(name, func, args, kwargs):
     part, axis, at = [], 0, 0
     for i in whole:
         if i is None:
+            if x.axis < at < x.axis + x.span:
+                return NotImplemented
             axis += at <= x.axis
             part.append(i)
             continue
@@ -465,6 +478,8 @@ def convolution(name, func, args, kwargs):
     x, weight = args[0], args[1]
     bias, stride = _argument(args, kwargs, 2, "bias"), _argument(args, kwargs, 3, "stride", 1)
     padding, groups = _argument(args, kwargs, 4, "padding", 0), _argument(args, kwargs, 6, "groups", 1)
+    dilation = _argument(args, kwargs, 5, "dilation", 1)
+    solid = dilation == 1 or (not isinstance(dilation, int) and all([d == 1 for d in dilation]))
     if not isinstance(x, Streams) or isinstance(weight, Streams):
         return NotImplemented
     n = weight.ndim - 2
@@ -475,16 +490,15 @@ def convolution(name, func, args, kwargs):
     on_grid = x.axis == 2 and x.span == n and x.ndim == n + 2 and x.outer == 1
     if on_grid and flat and math.prod(kernel) == 1 and math.prod(stride) == 1:
         return both(x, lambda part: F.conv1d(part, weight.flatten(2), bias, groups=groups), role=role)
-    if on_grid and flat and groups == 1 and kernel == stride == x.at.factor:
+    if on_grid and flat and solid and groups == 1 and kernel == stride == x.at.factor:
         return _patches(x, weight, bias, role)
-    note(x.site.owner, x.site.block, "dense", name)
     whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
-    if not on_grid:
-        return whole
     spatial = tuple(whole.shape[2:])
     at = x.at if spatial == x.at.grid else x.at.coarse
-    if at is None or at.grid != spatial:
+    if not on_grid or at is None or at.grid != spatial:
+        note(x.site.owner, x.site.block, "merged", name)
         return whole
+    note(x.site.owner, x.site.block, "dense", name)
     return split(whole, at, 2, n, role, x.site)
 
 

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,9 +83,13 @@ class Report:
         if any(m.changes_forward for m in self.methods):
             lines.append("  this CHANGES THE FORWARD in training: dropped tokens do not take part in the chosen blocks")
         lines += [f"  {text}" for text in self.positions]
-        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "fell back": "fell back:", "skipped": "skipped:"}
+        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "unseen": "not seen:"}
         for (kind, what), where in self.notes.items():
-            lines.append(f"  {said.get(kind, kind)} {what} in {_range(where)}")
+            if kind != "cut":
+                lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
+        uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
+        if self.positions and uncut and not any(m.changes_forward for m in self.methods):
+            lines.append(f"  nothing was cut, so gradients are exact and nothing is saved, in {_range(uncut)}")
         if self.blocks and not self.positions:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
@@ -307,6 +312,7 @@ class Enter(Hook):
         super().__init__(state, name)
         parts = list(block.modules())
         self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
+        self.lines = {m.in_channels for m in parts if isinstance(m, nn.Conv1d)}
         self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
         self.first = next(iter(inspect.signature(block.forward).parameters), "")
 
@@ -343,6 +349,8 @@ class Enter(Hook):
 
     def place(self, x: Tensor) -> tuple[int, int]:
         """On which axes positions lie."""
+        if x.ndim == 3 and x.shape[1] in self.lines and x.shape[2] not in self.lines:
+            return 2, 1
         if x.ndim == 3:
             return (1, 1) if self.batch_first else (0, 1)
         return (2, x.ndim - 2) if x.shape[1] in self.channels else (1, x.ndim - 2)
@@ -361,13 +369,15 @@ class Leave(Hook):
     """After a chosen block. Streams end after the last one of a run."""
 
     def __call__(self, module, args, output):
-        if self.idle(module):
+        if self.idle(module) and not contains(output):
             return None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.idle(module):
             ROUTE.__exit__(None, None, None)
-        if not self.state.open and self.name == self.state.chosen[-1]:  # a part of the model was called, without its root
+        if self.name not in self.state.ends:
+            return None
+        if not self.state.open:  # a part of the model was called, without its root
             self.state.finish()
-        return merge_all(_restored(output)) if self.name in self.state.ends else None
+        return merge_all(_restored(output)) if contains(output) else None
 
 
 def _restored(tree: Any) -> Any:
@@ -412,12 +422,15 @@ class Recomputed:
     def __call__(self, *args, **kwargs):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
-        for i, x in enumerate(args):
-            if isinstance(x, Streams):
-                return self.streams(x, i, args, kwargs)
+        named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
+        if named:
+            key, rest = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
+            return self.streams(kwargs[key], lambda again, *a, **kw: self.plain(*a, **{key: again}, **kw), args, rest)
+        if args and isinstance(args[0], Streams):
+            return self.streams(args[0], self.plain, args[1:], kwargs)
         return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
 
-    def streams(self, x: Streams, place: int, args: tuple, kwargs: dict) -> Any:
+    def streams(self, x: Streams, forward: Any, rest: tuple, kwargs: dict) -> Any:
         # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
         tensors = (x.whole,) if x.parts is None and x.span > 1 else x.taken_apart()
 
@@ -427,10 +440,9 @@ class Recomputed:
             again = Streams(parts, whole, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
             if torch.compiler.is_compiling():
                 with ROUTE:
-                    return self.plain(*others[:place], again, *others[place:], **kw)
-            return self.plain(*others[:place], again, *others[place:], **kw)
+                    return forward(again, *others, **kw)
+            return forward(again, *others, **kw)
 
-        rest = (*args[:place], *args[place + 1 :])
         if torch.compiler.is_compiling():
             _allow(True)
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
@@ -470,6 +482,11 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         if "_halfback" in module.__dict__:
             said = " + ".join(str(m) for m in module.__dict__["_halfback"].report.methods)
             raise ValueError(f"apply_(): {name or type(model).__name__} already has {said}. Call hb.remove_() on it first.")
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), module.__dict__.get("forward")]
+        if any(isinstance(h, (Hook, Recomputed)) for h in hooks):
+            raise ValueError(
+                f"apply_(): {name or type(model).__name__} is part of a model that has methods. Call hb.remove_() on that first."
+            )
 
     found = finding.find_blocks(model)
     picks = {type(m): finding.choose(model, found, m.layers, "apply_()") for m in methods}
@@ -495,7 +512,8 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     if not set(chosen) <= set(order):
         order = list(chosen)
     picked = set(chosen)
-    ends = {name for i, name in enumerate(order) if name in picked and (i + 1 == len(order) or order[i + 1] not in picked)}
+    following = dict(itertools.pairwise([*order, ""]))
+    ends = {name for name in chosen if following[name] not in picked or _stack(name) != _stack(following[name])}
     state = State(method, chosen, ends, _chains(model, [(n, modules[n]) for n in order], chosen), report)
     model.register_forward_pre_hook(Begin(state), with_kwargs=True, prepend=True)
     model.register_forward_hook(End(state), always_call=True)
@@ -508,8 +526,15 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
         modules[name].register_forward_pre_hook(Plain(state, name), with_kwargs=True)
     for name in chosen:
         modules[name].register_forward_pre_hook(Enter(state, name, modules[name]), with_kwargs=True)
-        modules[name].register_forward_hook(Leave(state, name))
+        modules[name].register_forward_hook(Leave(state, name), prepend=True)
+        if any(m._backward_hooks or m._backward_pre_hooks for m in modules[name].modules()):
+            report.hear(name, "unseen", "backward hooks of its modules, which do not fire on streams")
     return state
+
+
+def _stack(name: str) -> str:
+    """The stack that a block is in: an encoder's and a decoder's blocks run one after the other in neither's name."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _chains(model: nn.Module, blocks: list[finding.Named], chosen: list[str]) -> dict[str, list]:

@@ -139,6 +139,7 @@ class Streams:
     role: str
     site: Site
     rest: Any = None
+    view_of_another: bool = False
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -263,6 +264,23 @@ class Streams:
     def is_contiguous(self, memory_format=torch.contiguous_format) -> bool:
         return True
 
+    def __repr__(self) -> str:
+        return f"Streams(shape={tuple(self.shape)}, dtype={self.dtype}, {self.at.k} of {self.at.n} positions kept, {self.role})"
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuntimeError(
+            f"{self.site.block}: halfback cannot assign to a part of streams. Use torch.where or masked_fill, or name the module in "
+            "opaque=[...]."
+        )
+
+    @property
+    def T(self):
+        return dispatch("permute", torch.permute, (self, list(reversed(range(self.ndim)))), {})
+
+    @property
+    def data(self):
+        return dispatch("detach", torch.detach, (self,), {})
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -284,10 +302,10 @@ pytree.register_pytree_node(Streams, _flatten, _unflatten, serialized_type_name=
 
 
 def split(x: Tensor, at: Positions, axis: int, span: int, role: str, site: Site) -> Streams:
-    """The two streams of a tensor whose positions lie on `span` axes from `axis` on. A trunk is taken apart when needed; a branch at
-    once, or what saves it would save all of it."""
+    """The two streams of a tensor whose positions lie on `span` axes from `axis` on. The trunk of a grid, which convolutions may want
+    whole, is taken apart when needed; a branch at once, or what saves it would save all of it."""
     s = Streams(None, x, at, axis, span, 1, role, site)
-    if role != TRUNK:
+    if role != TRUNK or span == 1:
         s.taken_apart()
         s.whole = None
     return s
@@ -327,6 +345,10 @@ def merge_all(tree: Any) -> Any:
             return {**tree, **changed}
         for k, v in changed.items():  # a dict with a class of its own, as transformers' outputs are
             tree[k] = v
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Positions)):
+        for f in dataclasses.fields(tree):
+            if contains(getattr(tree, f.name)):
+                object.__setattr__(tree, f.name, merge_all(getattr(tree, f.name)))
     return tree
 
 
@@ -337,6 +359,8 @@ def contains(tree: Any) -> bool:
         return any([contains(x) for x in tree])
     if isinstance(tree, dict):
         return any([contains(x) for x in tree.values()])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Positions)):
+        return any([contains(getattr(tree, f.name)) for f in dataclasses.fields(tree)])
     return False
 
 
@@ -350,36 +374,80 @@ def _name(func: Callable) -> str:
     return func.__name__
 
 
-UNCHANGED = ("detach", "size", "dim", "requires_grad_")
+ASKING = ("size", "dim", "requires_grad_")
+REFUSED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook", "set_")
+LEADING = {"addmm": ("input", "mat1", "mat2"), "bmm": ("input", "mat2"), "conv1d": ("input", "weight")}
+LEADING |= {"conv2d": LEADING["conv1d"], "conv3d": LEADING["conv1d"]}
+VIEWS = frozenset(
+    "view reshape view_as reshape_as flatten unflatten permute transpose swapaxes swapdims t movedim moveaxis squeeze unsqueeze "
+    "expand expand_as getitem chunk split tensor_split narrow unbind select".split()
+)
 
 
 def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one torch function that met Streams: by its row in the table, or merged."""
     first: Any = find((*args, *kwargs.values()))
-    if not torch.is_grad_enabled() and name not in UNCHANGED and first.requires_grad:
-        raise RuntimeError(
-            f"{first.site.block or 'a block'} calls {name}() on activations with gradients switched off: inside a custom "
-            "autograd.Function, a no_grad block or reentrant checkpointing, halfback cannot see what becomes of their "
-            "gradients. Name the module in SBP(opaque=[...]) so that it gets plain tensors; for checkpointing use "
-            "use_reentrant=False."
-        )
+    _refuse(name, first)
     plain, reverse, inplace = _plain_name(name)
+    inplace = inplace or bool(kwargs.get("inplace"))
+    target = args[0] if args else None
+    if inplace and not isinstance(target, Streams):  # of a plain tensor: it is changed itself
+        note(first.site.owner, first.site.block, "merged", name)
+        return func(*merge_all(args), **merge_all(kwargs))
     handler = TABLE.get(plain)
     if handler is not None:
+        args, kwargs = _positional(plain, args, kwargs)
         if reverse:
             args = (args[1], args[0])
         if plain != name:
             func = _functional(plain, func)
-        if kwargs.get("inplace"):
+        if inplace and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
-            inplace = True
         result = handler(plain, func, args, kwargs)
         if result is not NotImplemented:
-            return _assign(args[0], result) if inplace else result
-        if inplace and isinstance(args[0], Streams):
-            raise RuntimeError(f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form.")
+            if plain in VIEWS:
+                _mark(result)
+            return _assign(target, result, name) if inplace else result
+    if inplace:
+        raise RuntimeError(
+            f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in "
+            "opaque=[...]."
+        )
     note(first.site.owner, first.site.block, "merged", name)
     return func(*merge_all(args), **merge_all(kwargs))
+
+
+def _refuse(name: str, first: Streams) -> None:
+    """What would lose gradients, or hooks, without a word."""
+    block = first.site.block or "a block"
+    if not torch.is_grad_enabled() and name not in ASKING:
+        raise RuntimeError(
+            f"{block} calls {name}() on activations with gradients switched off: in a custom autograd.Function, a no_grad block, a hook or "
+            "reentrant checkpointing, halfback cannot see what becomes of their gradients. Name the module in SBP(opaque=[...]) so that "
+            "it gets plain tensors; for checkpointing use use_reentrant=False; for logging, leave out no_grad and detach the result."
+        )
+    if name in REFUSED:
+        raise RuntimeError(
+            f"{block}: {name}() on an activation inside a chosen block would never be called: it is held as two streams. Name the module "
+            "in SBP(opaque=[...]), or leave its block out of layers=."
+        )
+
+
+def _positional(plain: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Leading arguments that were given by name, in their places."""
+    names = LEADING.get(plain, ("input", "other"))
+    for key in names[len(args) :]:
+        if key not in kwargs:
+            break
+        args = (*args, kwargs[key])
+        kwargs = {k: v for k, v in kwargs.items() if k != key}
+    return args, kwargs
+
+
+def _mark(result: Any) -> None:
+    for s in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(s, Streams):
+            s.view_of_another = True
 
 
 def find(args: Sequence) -> Streams | None:
@@ -402,7 +470,7 @@ def _plain_name(name: str) -> tuple[str, bool, bool]:
         if bare in INPLACE:
             return bare[1:], False, True
         return bare, False, False
-    if name.endswith("_") and name[:-1] in TABLE:
+    if name.endswith("_") and name != "requires_grad_":
         return name[:-1], False, True
     return name, False, False
 
@@ -419,9 +487,18 @@ def _functional(plain: str, func: Callable) -> Callable:
     return getattr(torch, name, None) or getattr(F, name, None) or getattr(Tensor, name, None) or func
 
 
-def _assign(target: Any, result: Streams) -> Streams:
-    """What an in-place operation leaves behind: the object that was named, with the new contents."""
+def _assign(target: Any, result: Streams, name: str) -> Streams:
+    """What an in-place operation leaves behind: the object that was named, with the new contents in its old dtype."""
+    if target.view_of_another:
+        raise RuntimeError(
+            f"{target.site.block}: halfback cannot run {name}() in place on a view of streams: what it is a view of would not change. "
+            "Use its out-of-place form, or name the module in opaque=[...]."
+        )
+    dtype = target.dtype
+    if result.dtype != dtype:
+        result = TABLE["to"]("to", Tensor.to, (result, dtype), {})
     target.parts, target.whole, target.role = result.parts, result.whole, result.role
+    target.axis, target.span, target.outer = result.axis, result.span, result.outer
     return target
 
 
