@@ -23,6 +23,11 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions, dim: int
     on `len(positions.grid)` axes): f runs on all of x, and the gradients of its dropped outputs are zero.
     """
     span = 1 if pointwise else len(positions.grid)
+    found = tuple(x.shape[dim : dim + span])
+    if found != ((positions.n,) if pointwise else positions.grid):
+        raise ValueError(
+            f"sbp(): positions are of {positions.grid}, {positions.n} in all; x of shape {tuple(x.shape)} has {found} at dim={dim}."
+        )
     positions = Positions(positions.index.to(x.device), positions.k, positions.grid, positions.always)
     if pointwise:
         kept, dropped = split_parts(x, positions, dim)

@@ -235,6 +235,14 @@ def test_algorithm_1_for_any_operation():
         assert torch.allclose(a, b, atol=1e-10)
 
 
+def test_positions_that_do_not_fit_are_said():
+    at = Positions.of([0, 1], (4,))
+    with pytest.raises(ValueError, match=r"has \(5,\) at dim=1"):
+        hb.sbp(nn.Identity(), torch.randn(2, 5, 3), at)
+    with pytest.raises(ValueError, match=r"has \(3, 3\) at dim=2"):
+        hb.sbp(nn.Identity(), torch.randn(2, 5, 3, 3), Positions.of([0], (2, 2)), dim=2, pointwise=False)
+
+
 def test_a_general_convolution_gets_zero_gradient_at_dropped_outputs():
     torch.manual_seed(0)
     f = nn.Conv2d(3, 4, 3, padding=1).double()
