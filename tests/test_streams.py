@@ -520,6 +520,28 @@ def test_dropout_in_attention_falls_back_and_is_reported():
     assert len(report.fallbacks) == 1 and "dropout" in next(iter(report.fallbacks))
 
 
+@pytest.mark.parametrize("first", ["apply_", "peft"])
+def test_lora_adapters_get_their_gradients(first):
+    from peft import LoraConfig, get_peft_model
+
+    model, batch = zoo.make("vit", layers=3)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    method = hb.SBP(0.5, layers="all")
+    plain = get_peft_model(copy.deepcopy(model), config)
+    if first == "apply_":
+        hb.apply_(model, method)
+        model = get_peft_model(model, config)
+    else:
+        model = get_peft_model(model, config)
+        hb.apply_(model, method)
+    plain.load_state_dict(model.state_dict())
+    assert (zoo.call(model, batch) - zoo.call(plain, batch)).abs().max() < 1e-5
+    zoo.loss(model, batch).backward()
+    adapters = [p for k, p in model.named_parameters() if "lora_" in k]
+    assert len(adapters) == 12 and all(p.grad.abs().max() > 0 for p in adapters)
+    assert hb.held(model, lambda: zoo.loss(model, batch)) < 0.8 * hb.held(plain, lambda: zoo.loss(plain, batch))
+
+
 # Ramps and other masks
 
 
