@@ -113,7 +113,7 @@ def pointwise(name, func, args, kwargs):
     if pairs is None:
         return NotImplemented
     role = _role(streams)
-    if name in JOINS and len(streams) > 1 and like.site.attention != "skip":
+    if name in JOINS and len(streams) > 1:
         pairs, role = _cut(pairs, streams, args, role)
     (kept_args, kept_values), (dropped_args, dropped_values) = pairs
     kept = func(*kept_args, **dict(zip(kwargs, kept_values, strict=True)))
@@ -130,7 +130,7 @@ JOINS = ("add", "sub", "addcmul")
 def _whole_join(x: Any, y: Any) -> Streams | None:
     """A trunk that is still whole, joined by a branch or by a plain tensor, stays whole: one pass instead of two adds and a merge."""
     for trunk, other in ((x, y), (y, x)):
-        if not isinstance(trunk, Streams) or trunk.parts is not None or trunk.role != TRUNK or trunk.site.attention == "skip":
+        if not isinstance(trunk, Streams) or trunk.parts is not None or trunk.role != TRUNK:
             continue
         if isinstance(other, Streams):
             if other.role == TRUNK or not same_layout(trunk, other) or other.shape != trunk.shape:

@@ -381,9 +381,10 @@ class Leave(Hook):
 
 
 def _restored(tree: Any) -> Any:
-    """SkipTokens: what waited comes back, as it left."""
-    if isinstance(tree, Streams) and absent(tree):
-        return merge_parts(tree.kept, tree.rest.to(tree.kept.dtype), tree.at, tree.axis)
+    """SkipTokens: what waited comes back, as it left; what was carried along comes back without a gradient."""
+    if isinstance(tree, Streams) and tree.site.attention == "skip":
+        rest = tree.rest.to(tree.dtype) if absent(tree) else tree.dropped.detach()
+        return merge_parts(tree.kept, rest, tree.at, tree.axis)
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return type(tree)([_restored(x) for x in tree])
     return tree

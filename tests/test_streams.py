@@ -598,11 +598,14 @@ def test_skip_tokens_equals_the_model_on_kept_tokens():
 
 def test_skip_tokens_carries_tokens_along_where_there_is_no_class_token():
     model, x = own_model(), torch.randn(2, 20, 8)
-    hb.apply_(model, hb.SkipTokens(0.5, layers="all", always=0))
+    hb.apply_(model, hb.SkipTokens(0.5, layers="all", always=0, sampler="fixed"))
+    at = drawn(model, (x,))
     out = model(x)
     assert out.shape == (2, 20, 3)
-    out.sum().backward()
-    assert model[0].weight.grad.abs().sum() > 0
+    out[:, at.dropped].sum().backward()
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in model[:2].parameters()), "a carried token gives no gradient"
+    model(x)[:, at.kept].sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in model[:2].parameters())
 
 
 def test_skip_tokens_says_where_it_cannot_go():
