@@ -1,0 +1,384 @@
+"""What stands around blocks in training: the state of a forward, the hooks that split and merge, the forward that runs twice.
+
+NOTE [one draw a forward]
+ 1. Positions are drawn at the first chosen block that a forward enters, and kept until that forward ends.
+ 2. Inside a backward, nothing is drawn. A checkpointed block that splits a plain tensor again looks up what its forward drew, by the
+    storage of that tensor, which checkpointing holds until then. Where it cannot be found (the tensor came back in another storage,
+    or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be wrong, and silent.
+ 3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from . import ops  # noqa: F401  fills the table
+from .methods import SBP, SkipTokens
+from .notes import LISTENERS, note
+from .positions import Positions, draw, keeps, tick
+from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
+
+MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
+REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
+_OWNERS = itertools.count(1)
+
+
+class State:
+    """What the hooks of one SBP or SkipTokens share."""
+
+    def __init__(self, method: SBP | SkipTokens, chosen: list[str], ends: set[str], chains: dict[str, list], report: Any):
+        self.method = method
+        self.chosen = chosen
+        self.ends = ends  # blocks after which streams end
+        self.chains = chains  # for each block: by which factors the grid shrinks between it and the last chosen one
+        self.report = report
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.on = True
+        ratios = keeps(method.keep, len(chosen), method.ramp)
+        same = method.masks == "shared" and len(set(ratios)) == 1
+        self.ratios = ratios[:1] if same else ratios
+        self.row = {name: 0 if same else i for i, name in enumerate(chosen)}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.owner = next(_OWNERS)
+        self.open = False
+        self.key: Tensor | None = None  # of this forward's draws
+        self.current: list[Positions] | None = None
+        self.grid: tuple[int, ...] | None = None
+        self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
+        LISTENERS[self.owner] = self.report
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("owner", "open", "key", "current", "grid", "seen")
+        return {k: v for k, v in self.__dict__.items() if k not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def site(self, block: str) -> Site:
+        return Site(block, self.owner, self.method.attention)
+
+    # NOTE [one draw a forward]
+
+    def start(self) -> None:
+        if self.key is None:
+            self.key = tick(self.step)
+
+    def finish(self) -> None:
+        self.key = self.current = self.grid = None
+
+    def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
+        """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
+        where: Any = (block, grid, whole, x.device)
+        if torch.compiler.is_compiling():  # pure, from the key, as this may be traced inside a checkpoint
+            self.start()
+            return self._at(self._draw(self.key, *where), self.key, *where)
+        storage = x.untyped_storage()._cdata
+        if torch._C._current_graph_task_id() != -1:
+            if storage not in self.seen:
+                raise RuntimeError(
+                    f"{block} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: "
+                    "reentrant checkpointing ran it without gradients, or its input came back in another storage. "
+                    "Use checkpoint(..., use_reentrant=False), and hb.Recompute() instead of offloading block inputs."
+                )
+            return self._at(*self.seen[storage], *where)
+        if self.current is None:
+            self.start()
+            self.current = self._draw(self.key, *where)
+        self.seen[storage] = (self.current, self.key)
+        self.seen.move_to_end(storage)
+        while len(self.seen) > REMEMBERED:
+            self.seen.popitem(last=False)
+        return self._at(self.current, self.key, *where)
+
+    def _at(
+        self, drawn: list[Positions], key: Tensor | None, block: str, grid: tuple[int, ...], whole: bool, device: torch.device
+    ) -> Positions:
+        """The split of this grid among those that were drawn together."""
+        at: Positions | None = drawn[self.row[block]]
+        while at is not None:
+            if at.n == math.prod(grid) and (not whole or at.grid == grid):
+                return at
+            at = at.coarse
+        return self._draw(key, block, grid, whole, device)[self.row[block]]  # a grid of its own, which no factor leads to
+
+    def _draw(self, key: Any, block: str, grid: tuple[int, ...], whole: bool, device: torch.device) -> list[Positions]:
+        m = self.method
+        always, factors = 0, []
+        if whole:
+            factors = self.chains[block]
+            while factors and not _divides(grid, factors):
+                factors = factors[:-1]
+            for f in factors:
+                grid = tuple(g // c for g, c in zip(grid, f, strict=True))
+        else:
+            always, grid = self._places(grid[0], block)
+        if m.sampler == "frames" and len(grid) != 3:
+            raise ValueError(f'{m}: sampler="frames" needs a (T, H, W) grid; {block} has {grid}. Give grid=(T, H, W) or another sampler.')
+        return draw(key, grid, self.ratios, always, m.sampler, m.masks, m.seed, device, factors[::-1], self.owner)
+
+    def _places(self, n: int, block: str) -> tuple[int, tuple[int, ...]]:
+        """How many leading tokens stand before which grid, in n tokens."""
+        m = self.method
+        if m.grid is not None:
+            always = n - math.prod(m.grid) if m.always is None else m.always
+            if always < 0 or always + math.prod(m.grid) != n:
+                raise ValueError(
+                    f"{m}: grid={m.grid} does not fit: {block} has {n} tokens, and {math.prod(m.grid)} + {m.always or 0} always kept "
+                    f"are {math.prod(m.grid) + (m.always or 0)}."
+                )
+            return always, m.grid
+        if self.grid is not None and 0 <= n - math.prod(self.grid) <= MOST_LEADING_TOKENS:
+            leading = n - math.prod(self.grid)
+            if m.always is None or m.always == leading:
+                return leading, self.grid
+        always = min(n - 1, (1 if self.grid is None else 0) if m.always is None else m.always)
+        return always, (n - always,)
+
+
+def _divides(grid: tuple[int, ...], factors: list[tuple[int, ...]]) -> bool:
+    product = [math.prod(f) for f in zip(*factors, strict=True)]
+    return len(product) == len(grid) and all([g % p == 0 for g, p in zip(grid, product, strict=True)])
+
+
+# The hooks: small objects, so that they can be copied, pickled, and known as ours
+
+
+class Hook:
+    """All hooks of halfback. The first line of each returns where nothing is to be done."""
+
+    def __init__(self, state: State, name: str = ""):
+        self.state = state
+        self.name = name
+
+    def idle(self, module: nn.Module) -> bool:
+        return not (module.training and torch.is_grad_enabled() and self.state.on)
+
+
+_BEFORE: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def _allow(within: bool) -> bool:
+    """At trace time: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering a
+    function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation."""
+    config = torch._dynamo.config
+    if within:
+        _BEFORE.append(config.skip_fwd_side_effects_in_bwd_under_checkpoint)
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = within or _BEFORE.pop()
+    return True
+
+
+class Around(Hook):
+    """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
+    of what is checkpointed."""
+
+    def __init__(self, state: State, within: bool):
+        super().__init__(state)
+        self.within = within
+
+    def __call__(self, module, *_):
+        if self.idle(module):
+            return None
+        if self.within:
+            self.state.start()
+        if torch.compiler.is_compiling():
+            _allow(self.within)
+        return None
+
+
+class Begin(Hook):
+    """Before the root's forward."""
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        self.state.open, self.state.current, self.state.key = True, None, None
+        return None
+
+
+class End(Hook):
+    """After the root's forward, also after one that failed: what a model returns are tensors."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module):
+            return None
+        self.state.open = False
+        self.state.finish()
+        return merge_all(output) if contains(output) else None
+
+
+class Grid(Hook):
+    """After a convolution in front of the blocks: its output's shape is the grid that tokens come from."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module):
+            return None
+        self.state.grid = tuple(output.shape[2:])
+        return None
+
+
+class Plain(Hook):
+    """Before an opaque module: it gets tensors."""
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        return merge_all(args), merge_all(kwargs)
+
+
+class Enter(Hook):
+    """Before a chosen block: its first activation becomes two streams."""
+
+    def __init__(self, state: State, name: str, block: nn.Module):
+        super().__init__(state, name)
+        parts = list(block.modules())
+        self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
+        self.lines = {m.in_channels for m in parts if isinstance(m, nn.Conv1d)}
+        self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
+        self.first = next(iter(inspect.signature(block.forward).parameters), "")
+
+    def __call__(self, module, args, kwargs):
+        if self.idle(module):
+            return None
+        if torch.compiler.is_compiling():
+            ROUTE.__enter__()
+        if args:
+            return (self.enter(args[0]), *args[1:]), kwargs
+        if self.first in kwargs:
+            return args, {**kwargs, self.first: self.enter(kwargs[self.first])}
+        return None
+
+    def enter(self, x: Tensor | Streams) -> Any:
+        state = self.state
+        if isinstance(x, Streams):
+            if len(state.ratios) == 1:
+                return x.entering(state.site(self.name))
+            source, x = x.some, merge(x)
+        else:
+            source = x
+        if not isinstance(x, Tensor) or x.ndim < 3 or not x.is_floating_point():
+            note(state.owner, self.name, "skipped", "its first argument is no activation with positions")
+            return x
+        axis, span = self.place(x)
+        grid = tuple(x.shape[axis : axis + span])
+        at = state.positions(self.name, source, grid, span > 1)
+        if at.k == at.n:
+            return x
+        if isinstance(state.method, SkipTokens):
+            return self.skip(x, at, axis, span)
+        return split(x, at, axis, span, TRUNK, state.site(self.name))
+
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """On which axes positions lie."""
+        if x.ndim == 3 and x.shape[1] in self.lines and x.shape[2] not in self.lines:
+            return 2, 1
+        if x.ndim == 3:
+            return (1, 1) if self.batch_first else (0, 1)
+        return (2, x.ndim - 2) if x.shape[1] in self.channels else (1, x.ndim - 2)
+
+    def skip(self, x: Tensor, at: Positions, axis: int, span: int) -> Streams:
+        kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
+        site = self.state.site(self.name)
+        carry = getattr(self.state.method, "carry", None)
+        carry = at.always == 0 if carry is None else carry
+        if carry:
+            return Streams((kept, dropped.detach()), None, at, axis, span, 1, TRUNK, site)
+        return Streams((kept, None), None, at, axis, span, 1, TRUNK, site, rest=dropped.detach())
+
+
+class Leave(Hook):
+    """After a chosen block. Streams end after the last one of a run."""
+
+    def __call__(self, module, args, output):
+        if self.idle(module) and not contains(output):
+            return None
+        if torch.compiler.is_compiling() and not self.idle(module):
+            ROUTE.__exit__(None, None, None)
+        if self.name not in self.state.ends:
+            return None
+        if not self.state.open:  # a part of the model was called, without its root
+            self.state.finish()
+        return merge_all(_restored(output)) if contains(output) else None
+
+
+def _restored(tree: Any) -> Any:
+    """SkipTokens: what waited comes back, as it left; what was carried along comes back without a gradient."""
+    if isinstance(tree, Streams) and tree.site.attention == "skip":
+        rest = tree.rest.to(tree.dtype) if absent(tree) else tree.dropped.detach()
+        return merge_parts(tree.kept, rest, tree.at, tree.axis)
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)([_restored(x) for x in tree])
+    return tree
+
+
+aten = torch.ops.aten
+ATTENTION = {
+    torch.ops.halfback.kept_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_attention():
+    """In a compiled block the results of attention are kept: without its dropped rows they are small, and with them the
+    recomputation needs nothing of the dropped stream. In eager mode it would keep, and run, both streams."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+class Recomputed:
+    """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
+
+    def __init__(self, module: nn.Module, own: Any = None):
+        self.module = module
+        self.own = own  # a forward that the instance had already
+
+    def plain(self, *args, **kwargs):
+        return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
+        if named:
+            key, rest = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
+            return self.streams(kwargs[key], lambda again, *a, **kw: self.plain(*a, **{key: again}, **kw), args, rest)
+        if args and isinstance(args[0], Streams):
+            return self.streams(args[0], self.plain, args[1:], kwargs)
+        return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+    def streams(self, x: Streams, forward: Any, rest: tuple, kwargs: dict) -> Any:
+        # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
+        tensors = (x.whole,) if x.parts is None and x.span > 1 else x.taken_apart()
+
+        def run(*inputs, **kw):
+            own, others = inputs[: len(tensors)], inputs[len(tensors) :]
+            parts, whole = (None, own[0]) if len(own) == 1 else (own, None)
+            again = Streams(parts, whole, x.at, x.axis, x.span, x.outer, x.role, x.site, x.rest)
+            if torch.compiler.is_compiling():
+                with ROUTE:
+                    return forward(again, *others, **kw)
+            return forward(again, *others, **kw)
+
+        if torch.compiler.is_compiling():
+            _allow(True)
+            out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
+            _allow(False)
+            return out
+        return checkpoint(run, *tensors, *rest, use_reentrant=False, **kwargs)
