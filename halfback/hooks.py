@@ -165,7 +165,14 @@ class Hook:
         return not (module.training and torch.is_grad_enabled() and self.state.on)
 
 
-_BEFORE: list[bool] = []
+_BEFORE: list[bool] = []  # what torch's setting was, for each module around blocks that is being traced
+
+
+def restore_setting() -> None:
+    """After a trace that broke off between the two: put torch's setting back."""
+    if _BEFORE:
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = _BEFORE[0]
+        _BEFORE.clear()
 
 
 @torch.compiler.assume_constant_result

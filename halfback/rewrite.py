@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from . import blocks as finding
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, State
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, State, restore_setting
 from .methods import SBP, Method, Recompute, SkipTokens
 
 
@@ -191,6 +191,7 @@ def _before(model: nn.Module, first: str) -> list[str]:
 
 def remove_(model: nn.Module) -> None:
     """Undo `apply_` exactly. A model that has nothing applied is left alone."""
+    restore_setting()
     for module in model.modules():
         for hooks, extra in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),

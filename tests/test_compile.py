@@ -106,6 +106,17 @@ def test_merges_are_reported_under_compile_too():
     assert "8x8 positions after 1" in str(report)
 
 
+def test_a_trace_that_fails_leaves_torchs_setting_as_it_was_after_remove():
+    model, batch = zoo.make("vit", layers=2)
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    handle = model.vit.layers[1].register_forward_hook(lambda m, a, o: print(id(torch._dynamo.graph_break())))
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(model, fullgraph=True, backend="eager")(**batch)
+    handle.remove()
+    hb.remove_(model)
+    assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is False
+
+
 def test_images_of_other_sizes_do_not_compile_forever():
     import timm
 
