@@ -44,33 +44,33 @@ def _is_norm(module: nn.Module) -> bool:
     return bool(own) and not any(True for _ in module.children()) and all(p.ndim == 1 for p in own)
 
 
-def stages(model: nn.Module, blocks: Sequence[Named]) -> list[list[str]]:
-    """Blocks grouped by the list that they are in, and by width: a convolution between two groups makes a new stage."""
+def stages(blocks: Sequence[Named]) -> list[list[str]]:
+    """Blocks grouped by the list that they are in."""
     groups: dict[str, list[str]] = {}
     for name, _ in blocks:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
     return list(groups.values())
 
 
-def choose(model: nn.Module, blocks: Sequence[Named], layers: Any, caller: str = "apply_()") -> list[str]:
+def choose(model: nn.Module, blocks: Sequence[Named], layers: Any) -> list[str]:
     """The names of the blocks that `layers` means."""
     names = [name for name, _ in blocks]
     kind = type(model).__name__
     named = [] if isinstance(layers, str) or callable(layers) else _modules(model, layers)
     if not names and not named:
         raise ValueError(
-            f"{caller}: no blocks found in {kind}: none of its lists holds two modules of one class with a weight matrix and a norm. "
+            f"apply_(): no blocks found in {kind}: none of its lists holds two modules of one class with a weight matrix and a norm. "
             "Name the modules that carry the trunk, as layers=['encoder.0', 'encoder.1']."
         )
     if layers == "all":
         return names
     if layers == "paper":
-        return _paper(model, blocks)
+        return _paper(blocks)
     if isinstance(layers, str) and (share := re.fullmatch(r"(first|last) (\d+)(?:/(\d+))?", layers.strip())):
         number = Fraction(int(share[2]), int(share[3] or 1))
         count = math.ceil(number * len(names)) if share[3] else min(int(share[2]), len(names))
         if count < 1 or (number > 1 and share[3]):
-            raise ValueError(f"{caller}: layers={layers!r} is no share of the {len(names)} blocks of {kind}.")
+            raise ValueError(f"apply_(): layers={layers!r} is no share of the {len(names)} blocks of {kind}.")
         return names[-count:] if share[1] == "last" else names[:count]
     if callable(layers):
         chosen = [name for name, block in blocks if layers(name, block)]
@@ -82,7 +82,7 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any, caller: str =
         missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
     if missing:
         raise ValueError(
-            f"{caller}: layers={missing[0]!r} matches none of the {len(names)} blocks of {kind}. Blocks: {names[0]} ... {names[-1]}."
+            f"apply_(): layers={missing[0]!r} matches none of the {len(names)} blocks of {kind}. Blocks: {names[0]} ... {names[-1]}."
         )
     return chosen
 
@@ -92,10 +92,10 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name, _ in model.named_modules() if name and any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-def _paper(model: nn.Module, blocks: Sequence[Named]) -> list[str]:
+def _paper(blocks: Sequence[Named]) -> list[str]:
     """Section 8.3: the last two thirds of a plain stack; of four stages the first two whole, of the third the first 6 of 9
     (21 of 27), the last exact."""
-    groups = stages(model, blocks)
+    groups = stages(blocks)
     if len(groups) < 3:
         names = [name for name, _ in blocks]
         return names[len(names) - math.ceil(len(names) * 2 / 3) :]
@@ -104,18 +104,18 @@ def _paper(model: nn.Module, blocks: Sequence[Named]) -> list[str]:
     return [name for group in groups[:-2] for name in group] + third[:part]
 
 
-def shrinks(model: nn.Module, blocks: Sequence[Named]) -> list[tuple[str, tuple[int, ...]]]:
+def shrinks(model: nn.Module, blocks: Sequence[Named]) -> dict[str, tuple[int, ...]]:
     """What stands between blocks and makes the grid coarser: for each block name the factor of the convolutions (kernel = stride)
     that are registered just before it."""
     names = {name for name, _ in blocks}
-    out: list[tuple[str, tuple[int, ...]]] = []
+    out: dict[str, tuple[int, ...]] = {}
     pending: tuple[int, ...] = ()
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside + "."):
             continue
         if name in names:
-            out.append((name, pending))
+            out[name] = pending
             inside, pending = name, ()
         elif isinstance(module, CONVOLUTIONS) and out and math.prod(module.stride) > 1:
             same = tuple(module.kernel_size) == tuple(module.stride) and math.prod(module.dilation) == 1
@@ -123,10 +123,10 @@ def shrinks(model: nn.Module, blocks: Sequence[Named]) -> list[tuple[str, tuple[
     return out
 
 
-def matching_modules(model: nn.Module, patterns: Sequence[str], caller: str) -> list[str]:
+def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Names of any modules that the patterns mean; each has to match."""
     names = [name for name, _ in model.named_modules() if name]
     for p in patterns:
         if not any(fnmatch.fnmatchcase(name, p) for name in names):
-            raise ValueError(f"{caller}: opaque={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
+            raise ValueError(f"apply_(): opaque={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
     return _modules(model, patterns)

@@ -178,12 +178,10 @@ def blank(name, func, args, kwargs):
 
 def linear(name, func, args, kwargs):
     """Layers on the last axis: y = x W' + b."""
-    x = _argument(args, kwargs, 0, "input")
-    weights = [a for a in (*args, *kwargs.values()) if a is not x]
-    if not isinstance(x, Streams) or part_axis(x, -1) is None or find(weights) is not None:
+    x = args[0]
+    if not isinstance(x, Streams) or part_axis(x, -1) is None or find((*args[1:], *kwargs.values())) is not None:
         return NotImplemented
-    rest = {k: v for k, v in kwargs.items() if k != "input"}
-    return both(x, lambda part: func(part, *args[1:], **rest), role=_role([x], weights=True))
+    return both(x, lambda part: func(part, *args[1:], **kwargs), role=_role([x], weights=True))
 
 
 def addmm(name, func, args, kwargs):
@@ -545,7 +543,7 @@ TABLE |= {
     **dict.fromkeys(["chunk", "split", "tensor_split", "narrow"], pieces),
     **dict.fromkeys(["unbind", "select"], unbind),
     **dict.fromkeys(["cat", "concat", "stack"], cat),
-    **dict.fromkeys(["view", "reshape", "view_as", "reshape_as", "_unsafe_view"], reshape),
+    **dict.fromkeys(["view", "reshape", "view_as", "reshape_as"], reshape),
     **dict.fromkeys(["transpose", "swapaxes", "swapdims", "t"], transpose),
     **dict.fromkeys(["movedim", "moveaxis"], movedim),
     **dict.fromkeys(["expand", "expand_as"], expand),

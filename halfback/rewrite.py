@@ -59,6 +59,8 @@ class Report:
         lines = [f"halfback: {' + '.join(str(m) for m in self.methods)} on {self.model}"]
         if self.blocks:
             lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
+        elif not self.recomputed:
+            lines.append("  nothing: keep=1 keeps everything, so training is exact")
         if self.recomputed:
             lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
         if any(m.changes_forward for m in self.methods):
@@ -89,7 +91,6 @@ class Applied:
 
     report: Report
     states: list[State]
-    recomputed: list[str]
 
 
 def apply_(model: nn.Module, *methods: Method) -> Report:
@@ -118,21 +119,21 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
             )
 
     found = finding.find_blocks(model)
-    picks = {type(m): finding.choose(model, found, m.layers, "apply_()") for m in methods}
+    picks = {type(m): finding.choose(model, found, m.layers) for m in methods}
     modules = dict(model.named_modules())
-    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()), "apply_()")]
+    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
 
     streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
-    chosen = picks[type(streamed)] if streamed else []
+    chosen = picks[type(streamed)] if streamed and streamed.keep < 1 else []  # who keeps everything is exact
     recomputed = picks.get(Recompute, [])
     report = Report(type(model).__name__, methods, chosen, recomputed)
     states = []
-    if streamed and streamed.keep < 1:
+    if streamed and chosen:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
     for name in recomputed:
         block = modules[name]
         block.forward = Recomputed(block, block.__dict__.get("forward"))
-    object.__setattr__(model, "_halfback", Applied(report, states, recomputed))
+    object.__setattr__(model, "_halfback", Applied(report, states))
     return report
 
 
@@ -168,7 +169,7 @@ def _stack(name: str) -> str:
 
 def _chains(model: nn.Module, blocks: list[finding.Named], chosen: list[str]) -> dict[str, list]:
     """For each chosen block the factors by which the grid shrinks between it and the end of its run of streams."""
-    shrinks = dict(finding.shrinks(model, blocks))
+    shrinks = finding.shrinks(model, blocks)
     chains = {}
     for i, name in enumerate(chosen):
         factors = [shrinks[later] for later in chosen[i + 1 :] if shrinks.get(later)]

@@ -479,7 +479,7 @@ OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul",
 REVERSED = frozenset(f"r{o}" for o in OPERATORS)
 INPLACE = frozenset(f"i{o}" for o in OPERATORS)
 SPELLED = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
-SPELLED |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "neg": "neg", "abs": "abs"}
+SPELLED |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 
 
 def _functional(plain: str, func: Callable) -> Callable:
@@ -548,9 +548,8 @@ def _give_methods() -> None:
     ordinary = [m for m in dir(Tensor) if not m.startswith("_")]
     for name in ordinary + operators:
         member = getattr(Tensor, name, None)
-        if name in operators:
-            setattr(Streams, name, _method(name)) if member is not None else None
-        elif not hasattr(Streams, name) and name not in FIELDS and isinstance(member, (types.MethodDescriptorType, types.FunctionType)):
+        callable_ = isinstance(member, (types.MethodDescriptorType, types.FunctionType))
+        if member is not None and (name in operators or (callable_ and name not in FIELDS and not hasattr(Streams, name))):
             setattr(Streams, name, _method(name))
 
 

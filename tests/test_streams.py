@@ -67,7 +67,8 @@ def test_the_forward_is_the_models_own(name, mode):
 def test_keeping_everything_is_bitwise_the_plain_model(name):
     model, batch = short(name)
     plain, exact = zoo.call(model, batch), gradients(model, batch)
-    hb.apply_(model, hb.SBP(1.0, layers="all"))
+    report = hb.apply_(model, hb.SBP(1.0, layers="all"))
+    assert report.blocks == [] and "keeps everything" in str(report)
     assert torch.equal(plain, zoo.call(model, batch))
     for key, grad in gradients(model, batch).items():
         assert torch.equal(grad, exact[key]), key
