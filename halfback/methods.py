@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .keep import BLOCK, OF, SELECTS
 from .positions import MASKS, RAMPS, SAMPLERS
+from .stores import Channels, Elements, FewBits, Rows
 
 Layers = str | Sequence[str] | Callable[[str, Any], bool]
 ATTENTION = ("query", "qkv", "heads")
@@ -45,9 +47,9 @@ def _one_of(method: str, field: str, found: Any, allowed: Sequence[str]) -> None
         raise ValueError(f"{method}(): {field}={found!r} is none of {', '.join(allowed)}.")
 
 
-def _check_keep(method: str, keep: Any) -> None:
+def _check_keep(method: str, keep: Any, of: str = "positions") -> None:
     if not isinstance(keep, (int, float)) or isinstance(keep, bool) or not 0 < keep <= 1:
-        raise ValueError(f"{method}(): keep={keep!r} must be a number in (0, 1]: the share of positions that stays (0.5 is half).")
+        raise ValueError(f"{method}(): keep={keep!r} must be a number in (0, 1]: the share of {of} that stays (0.5 is half).")
 
 
 def _check_places(method: str, grid: Any, always: Any) -> None:
@@ -133,7 +135,66 @@ class Recompute(Method):
     layers: Layers = "all"
 
 
-METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute)}
+@dataclass(frozen=True)
+class Lean(Method):
+    """Gradients equal to plain training's, with less held: what one layer holds serves the others, and what is cheap to compute from it
+    is computed again."""
+
+    layers: ClassVar[Layers] = "all"
+
+
+@dataclass(frozen=True)
+class DropIT(Method):
+    """Lean, and where a layer's input is held for nobody else, a sparse copy of it. The gradient that flows on stays exact; the
+    gradient of the weight comes from the copy.
+
+    keep             the share of entries of a layer's input that is kept
+    select           "largest" by magnitude (the paper's Min-K), or "random", scaled so that the gradient is unbiased
+    of               "elements", "channels", or "rows" (positions; the weight's gradient then costs only `keep`)
+    block            elements are selected in blocks of so many (Parallel Min-K); None: of the whole tensor at once, which is slow
+    bits             4 or 8: a few-bit copy of the whole input instead of few entries; keep is then not used
+    stochastic       round the few-bit copy at random, so that the weight's gradient is unbiased
+    activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input. This touches the flowing
+                     gradient, so its error adds up over the layers.
+    layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)
+    """
+
+    keep: float = 0.1
+    select: str = "largest"
+    of: str = "elements"
+    block: int | None = BLOCK
+    bits: int | None = None
+    stochastic: bool = False
+    activation_bits: int | None = None
+    layers: Layers = "all but first"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_keep("DropIT", self.keep, "entries")
+        _one_of("DropIT", "select", self.select, SELECTS)
+        _one_of("DropIT", "of", self.of, OF)
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise ValueError(f"DropIT(): block={self.block!r} must be a positive number of elements, as {BLOCK}, or None for all at once.")
+        for name in ("bits", "activation_bits"):
+            if getattr(self, name) not in (None, 4, 8):
+                raise ValueError(f"DropIT(): {name}={getattr(self, name)!r} is none of 4, 8, None.")
+        if self.bits is not None and (self.select, self.of) != ("largest", "elements"):
+            raise ValueError(f"DropIT(): bits={self.bits} keeps the whole input, so select={self.select!r} and of={self.of!r} mean nothing.")
+        if self.stochastic and self.bits is None:
+            raise ValueError("DropIT(): stochastic=True rounds the copy that bits=4 or bits=8 keeps; give one of them.")
+
+    def store(self) -> Any:
+        """How a layer's input is held; None: as it is."""
+        if self.bits is not None:
+            return FewBits(self.bits, self.stochastic)
+        if self.keep == 1:
+            return None
+        if self.of == "elements":
+            return Elements(self.keep, self.select, self.block)
+        return (Channels if self.of == "channels" else Rows)(self.keep, self.select)
+
+
+METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute, Lean, DropIT)}
 
 
 def parse(text: str) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 SBP and SkipTokens reach a model by hooks: one on each chosen block that splits its input and, after the last of a run, one that
 merges its output; one pair on the root that frames a forward. Recompute sets `forward` on the instance of a block, since a hook
-cannot run a forward twice (hooks.py). No class is swapped, no function patched, no name or parameter added.
+cannot run a forward twice (hooks.py); Lean and DropIT set it on the root and on blocks, to put a ledger around it (watch.py). No class is swapped, no function patched, no name or parameter added.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import nn
 
 from . import blocks as finding
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, State, restore_setting
-from .methods import SBP, Method, Recompute, SkipTokens
+from .methods import METHODS, SBP, DropIT, Lean, Method, Recompute, SkipTokens
+from .watch import Row, Watch, Watched, choose_layers
 
 
 @dataclass
@@ -29,13 +30,31 @@ class Report:
     methods: tuple[Method, ...]
     blocks: list[str]
     recomputed: list[str]
+    approximated: list[str] = field(default_factory=list)  # layers whose weight gradient comes from a store
     positions: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # of Lean and DropIT: what each layer and function saves, and how it is held
+    before: int | None = None  # bytes that plain training would hold, and that are held: known after the first training step
+    after: int | None = None
     notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def hear(self, block: str, kind: str, what: str) -> None:
         where = self.notes.setdefault((kind, what), [])
         if block not in where:
             where.append(block)
+
+    def account(self, rows: list[Row]) -> None:
+        if self.before is None:
+            self.rows = rows
+            self.before, self.after = sum(r.before for r in rows), sum(r.after for r in rows)
+
+    def table(self) -> str:
+        """Lean and DropIT: a line for all that each layer and function saves."""
+        if self.before is None:
+            return "what each layer holds is known after the first training step"
+        width = max([len(r.layer) for r in self.rows], default=5)
+        lines = [f"{'layer':{width}}  {'function':28}  {'before':>10}  {'after':>10}"]
+        lines += [f"{r.layer:{width}}  {r.function:28}  {_mib(r.before):>10}  {_mib(r.after):>10}  {r.how}" for r in self.rows]
+        return "\n".join([*lines, f"{'all':{width}}  {'':28}  {_mib(self.before):>10}  {_mib(self.after or 0):>10}"])
 
     def drew(self, grid: tuple[int, ...], factors: list[tuple[int, ...]], always: int, counts: list[int]) -> None:
         finest = [math.prod(f) for f in zip(grid, *factors, strict=True)]
@@ -59,12 +78,14 @@ class Report:
         lines = [f"halfback: {' + '.join(str(m) for m in self.methods)} on {self.model}"]
         if self.blocks:
             lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
-        elif not self.recomputed:
+        elif not self.recomputed and not any(isinstance(m, (Lean, DropIT)) for m in self.methods):
             lines.append("  nothing: keep=1 keeps everything, so training is exact")
         if self.recomputed:
             lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
         if any(m.changes_forward for m in self.methods):
             lines.append("  this CHANGES THE FORWARD in training: dropped tokens do not take part in the chosen blocks")
+        if any(isinstance(m, (Lean, DropIT)) for m in self.methods):
+            lines += self._held()
         lines += [f"  {text}" for text in self.positions]
         said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "unseen": "not seen:"}
         for (kind, what), where in self.notes.items():
@@ -76,6 +97,27 @@ class Report:
         if self.blocks and not self.positions:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
+
+    def _held(self) -> list[str]:
+        lines = []
+        if self.approximated:
+            lines.append(f"  weight gradients from stores in up to {len(self.approximated)} layers: {_range(self.approximated)}")
+        if self.before is None or self.after is None:
+            return [*lines, "  what is held, layer by layer: known after the first training step"]
+        share = self.after / max(1, self.before)
+        lines.append(f"  held for backward: {_mib(self.before)} -> {_mib(self.after)} ({share:.2f}); report.table() says by whom")
+        ways: dict[str, list[Row]] = {}
+        for row in self.rows:
+            ways.setdefault(row.how, []).append(row)
+        for how, rows in ways.items():
+            names = sorted({r.function for r in rows})
+            shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+            lines.append(f"    {how}: {len(rows)} x, {_mib(sum(r.before for r in rows))} -> {_mib(sum(r.after for r in rows))}, of {shown}")
+        return lines
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:.2f} MiB" if n < 2**30 else f"{n / 2**30:.2f} GiB"
 
 
 def _range(names: list[str]) -> str:
@@ -90,7 +132,7 @@ class Applied:
     """What a model remembers of its methods."""
 
     report: Report
-    states: list[State]
+    states: list[State | Watch]
 
 
 def apply_(model: nn.Module, *methods: Method) -> Report:
@@ -104,7 +146,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         raise ValueError("apply_(): no method given. Pass one, as hb.apply_(model, hb.SBP(keep=0.5)).")
     for m in methods:
         if not isinstance(m, Method):
-            raise TypeError(f"apply_(): {m!r} is no method. Methods: SBP, SkipTokens, Recompute, as hb.SBP(keep=0.5).")
+            raise TypeError(f"apply_(): {m!r} is no method. Methods: {', '.join(c.__name__ for c in METHODS.values())}, as hb.SBP(keep=0.5).")
     kinds = [type(m).__name__ for m in methods]
     if len(set(kinds)) < len(kinds) or {"SBP", "SkipTokens"} <= set(kinds):
         raise ValueError(f"apply_(): {' + '.join(kinds)} cannot be combined: give each method once, and SBP or SkipTokens, not both.")
@@ -113,13 +155,14 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
             said = " + ".join(str(m) for m in module.__dict__["_halfback"].report.methods)
             raise ValueError(f"apply_(): {name or type(model).__name__} already has {said}. Call hb.remove_() on it first.")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), module.__dict__.get("forward")]
-        if any(isinstance(h, (Hook, Recomputed)) for h in hooks):
+        if any(isinstance(h, (Hook, Recomputed, Watched)) for h in hooks):
             raise ValueError(
                 f"apply_(): {name or type(model).__name__} is part of a model that has methods. Call hb.remove_() on that first."
             )
 
     found = finding.find_blocks(model)
-    picks = {type(m): finding.choose(model, found, m.layers) for m in methods}
+    lean = [m for m in methods if isinstance(m, (Lean, DropIT))]
+    picks = {type(m): finding.choose(model, found, m.layers) for m in methods if m not in lean}
     modules = dict(model.named_modules())
     opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
 
@@ -127,7 +170,9 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     chosen = picks[type(streamed)] if streamed and streamed.keep < 1 else []  # who keeps everything is exact
     recomputed = picks.get(Recompute, [])
     report = Report(type(model).__name__, methods, chosen, recomputed)
-    states = []
+    states: list[State | Watch] = []
+    if lean:
+        states.append(_watch(model, lean, found, report))
     if streamed and chosen:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
     for name in recomputed:
@@ -135,6 +180,16 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         block.forward = Recomputed(block, block.__dict__.get("forward"))
     object.__setattr__(model, "_halfback", Applied(report, states))
     return report
+
+
+def _watch(model: nn.Module, methods: list, found: list[finding.Named], report: Report) -> Watch:
+    """A ledger around the root, and around each block, where checkpointing may run it again."""
+    method = next((m for m in methods if isinstance(m, DropIT)), methods[0])
+    chosen = report.approximated = choose_layers(model, method.layers) if isinstance(method, DropIT) and method.keep < 1 else []
+    watch = Watch(model, method, chosen, report)
+    for module in {id(m): m for m in (model, *(block for _, block in found))}.values():
+        module.forward = Watched(module, watch, module.__dict__.get("forward"))
+    return watch
 
 
 def _hook(model, method, found, chosen, opaque, modules, report) -> State:
@@ -202,18 +257,18 @@ def remove_(model: nn.Module) -> None:
                 del hooks[key]
                 for flags in extra:
                     flags.pop(key, None)
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, Recomputed):
-            if forward.own is None:
+        while isinstance(module.__dict__.get("forward"), (Recomputed, Watched)):
+            own = module.__dict__["forward"].own
+            if own is None:
                 del module.forward
             else:
-                module.forward = forward.own
+                module.forward = own
         module.__dict__.pop("_halfback", None)
 
 
 @contextlib.contextmanager
 def exact(model: nn.Module) -> Iterator[None]:
-    """Exact gradients for a while. Recompute, which is exact, stays on."""
+    """Exact gradients for a while. Recompute and Lean, which are exact, stay on, and so does what of DropIT is Lean."""
     states = [s for module in model.modules() for s in getattr(module.__dict__.get("_halfback"), "states", [])]
     before = [s.on for s in states]
     for s in states:

@@ -1,0 +1,92 @@
+"""The kernels: on CUDA the fused ones (Triton), anywhere else the reference that defines them.
+
+Each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on any device.
+Triton is imported by the first call on a CUDA tensor, never before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .reference import GROUP, code_bits
+
+__all__ = [
+    "GROUP", "code_bits", "dequantise", "encode", "gate", "pack_bits", "quantise", "restore", "scale_by_code", "select", "signs", "unpack_bits",
+]  # fmt: skip
+
+
+@functools.cache
+def _fused() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import fused
+
+    return fused
+
+
+def _at(x: Tensor) -> ModuleType:
+    return (_fused() if x.is_cuda else None) or reference
+
+
+def _operator(f: Callable) -> Callable:
+    """f as a torch operator. Of fake tensors its outputs are the reference's, whose shapes depend on no data."""
+    op = torch.library.custom_op(f"halfback::{f.__name__}", f, mutates_args=())
+    op.register_fake(getattr(reference, f.__name__))
+    return functools.wraps(f)(op)
+
+
+@_operator
+def select(x: Tensor, keep: float, block: int | None) -> tuple[Tensor, Tensor]:
+    return _at(x).select(x, keep, block)
+
+
+@_operator
+def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None) -> Tensor:
+    return _at(values).restore(values, bits, n, keep, block)
+
+
+@_operator
+def pack_bits(mask: Tensor) -> Tensor:
+    return _at(mask).pack_bits(mask)
+
+
+@_operator
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    return _at(bits).unpack_bits(bits, n)
+
+
+@_operator
+def signs(x: Tensor) -> Tensor:
+    return _at(x).signs(x)
+
+
+@_operator
+def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
+    return _at(grad).gate(grad, bits, scale)
+
+
+@_operator
+def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    return _at(x).quantise(x, bits, group, seed)
+
+
+@_operator
+def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> Tensor:
+    return _at(codes).dequantise(codes, scales, n, bits, group, dtype)
+
+
+@_operator
+def encode(x: Tensor, edges: Tensor) -> Tensor:
+    return _at(x).encode(x, edges)
+
+
+@_operator
+def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
+    return _at(grad).scale_by_code(grad, codes, table)

@@ -1,0 +1,153 @@
+"""What every kernel computes, in plain torch. fused.py has the same functions for a GPU.
+
+All tensors are flat and contiguous; n is how many elements there are.
+
+    bits     uint8, ceil(n / 8): element i is bit i % 8 of byte i // 8
+    values   the kept elements, in their order
+    codes    uint8; of 4 bits two a byte, the even element in the low half; of 8 bits one
+    scales   bf16 (groups, 2): the lowest point and the step of each group of `group` elements
+
+Few bits: x_hat = low + step * code. `low` is rounded down to bf16 and `step` up, so no element falls outside the 2**bits points and none is
+clipped; with noise in [0, 1) instead of 1/2, E[x_hat] = x. A group that holds NaN or infinity has step NaN, and comes back as NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import keep as _keep
+
+# Measures of the error of dW = dy' x_hat relative to dW stand in quantise().
+GROUP = 64
+TINY = 2.0**-126  # 1 / step would be infinite below
+
+
+def select(x: Tensor, keep: float, block: int | None) -> tuple[Tensor, Tensor]:
+    """(values, bits) of the largest elements of each block."""
+    mask = _keep.elements(x, keep, "largest", block)
+    return take(x, mask, _keep.total(keep, x.numel(), block)), pack_bits(mask)
+
+
+def take(x: Tensor, mask: Tensor, k: int) -> Tensor:
+    """The k elements of x where mask is True."""
+    return x.index_select(0, _keep.index(mask, k))
+
+
+def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None) -> Tensor:
+    """Dense x_hat: the kept values where they were, zero elsewhere."""
+    return values.new_zeros(n).masked_scatter_(unpack_bits(bits, n), values)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    bytes_ = _padded(mask, 8).view(-1, 8).to(torch.uint8)
+    return (bytes_ << _shifts(8, 1, mask.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    return ((bits[:, None] >> _shifts(8, 1, bits.device)) & 1).to(torch.bool).view(-1)[:n]
+
+
+def signs(x: Tensor) -> Tensor:
+    """The bits of x > 0: all that ReLU's backward needs."""
+    return pack_bits(x > 0)
+
+
+def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
+    """grad * scale where the bit is set, else 0: the backward of ReLU and of dropout."""
+    return torch.where(unpack_bits(bits, grad.numel()), grad * scale, 0)
+
+
+def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of x, to the nearest point, or with a seed to one of the two beside it, by noise."""
+    n, top = x.numel(), 2**bits - 1
+    if n == 0:
+        return x.new_empty(0, dtype=torch.uint8), x.new_empty((0, 2), dtype=torch.bfloat16)
+    grid = _grouped(x.to(torch.float32), group)
+    low, step, inverse = _range(grid, top)
+    at = (grid - low[:, None]) * inverse[:, None]
+    dither = 0.5 if seed is None else _uniform(grid.numel(), seed, x.device).view_as(grid)
+    # The clamp is for 15 + 0.99999994 = 16, and for NaN, whose code is 0 by the step that is NaN.
+    codes = torch.where(step.isnan()[:, None], 0.0, at + dither).view(-1)[:n].floor().clamp(0, top).to(torch.uint8)
+    return pack_codes(codes, bits), torch.stack([low, step], -1).to(torch.bfloat16)
+
+
+def _range(grid: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(low, step, 1 / step) of each group; the last is 0 where all elements are the same, or nearly."""
+    low = _down(grid.amin(-1))
+    span = grid.amax(-1) - low
+    step = _up(span * (1.0 / top))
+    step = torch.where(span.isfinite(), step, float("nan"))  # amin and amax hand NaN on
+    return low, step, torch.where(step > TINY, 1.0 / step, 0.0)
+
+
+def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> Tensor:
+    if n == 0:
+        return codes.new_empty(0, dtype=dtype)
+    code = _padded(unpack_codes(codes, n, bits), group).view(-1, group).to(torch.float32)
+    low, step = scales.to(torch.float32).unbind(-1)
+    return (code * step[:, None] + low[:, None]).to(dtype).view(-1)[:n]
+
+
+def encode(x: Tensor, edges: Tensor) -> Tensor:
+    """The cell in which each x lies, of the cells between 15 or 255 sorted edges: how many edges x is above (all of them, for NaN)."""
+    cells = torch.bucketize(x.to(torch.float32), edges, out_int32=True)
+    return pack_codes(cells.to(torch.uint8), code_bits(edges.numel() + 1))
+
+
+def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
+    """grad * table[code]: the backward of an activation whose derivative was kept as a code."""
+    code = unpack_codes(codes, grad.numel(), code_bits(table.numel()))
+    return (grad.to(torch.float32) * table.to(torch.float32)[code.to(torch.int32)]).to(grad.dtype)
+
+
+def code_bits(cells: int) -> int:
+    """4 or 8: as wide as codes of so many cells are held."""
+    if cells not in (16, 256):
+        raise ValueError(f"codes have 16 or 256 cells (15 or 255 edges), found {cells}. Make them with codes.table(name, bits=4 or 8).")
+    return 4 if cells == 16 else 8
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    pairs = _padded(codes, 2).view(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4)
+
+
+def unpack_codes(codes: Tensor, n: int, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    return torch.stack([codes & 15, codes >> 4], -1).view(-1)[:n]
+
+
+def _shifts(n: int, step: int, device: torch.device) -> Tensor:
+    return torch.arange(0, n * step, step, dtype=torch.uint8, device=device)
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """With zeros behind, to a multiple."""
+    missing = -x.numel() % multiple
+    return torch.cat([x, x.new_zeros(missing)]) if missing else x
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """(groups, group); the last element fills up the last group, whose range stays its own."""
+    missing = -x.numel() % group
+    return (torch.cat([x, x[-1:].expand(missing)]) if missing else x).view(-1, group)
+
+
+def _uniform(n: int, seed: int, device: torch.device) -> Tensor:
+    """[0, 1) in steps of 2**-24: the hash's high bits, which fp32 holds exactly."""
+    return (_keep.noise(n, seed, device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _down(x: Tensor) -> Tensor:
+    """To the next bf16 at or below: cut for positive x, cut and one further out for negative x."""
+    word = x.view(torch.int32)
+    return ((word + ((word >> 31) & 0xFFFF)) & -65536).view(torch.float32)
+
+
+def _up(x: Tensor) -> Tensor:
+    """To the next bf16 at or above, of x >= 0."""
+    return ((x.view(torch.int32) + 0xFFFF) & -65536).view(torch.float32)

@@ -1,0 +1,339 @@
+"""What torch functions save, and how it may be held otherwise: the rows of the ledger's table.
+
+    CHEAP        elementwise functions, casts, copies, norms: their output may be computed again           exact
+    relu         its output: one bit an element says where it was positive                                 exact
+    dropout      its noise: one bit an element                                                             exact
+    batch_norm   its output from its input and the batch's mean and deviation, in one pass                 exact
+    layers       linear, convolutions, addmm and matmul with a weight: their input, for the weight's gradient alone
+                 dx = dy W                 exact
+                 db = sum dy               exact
+                 dW = dy' x_hat            DropIT: approximate, x_hat restored from a store; else exact
+                 A convolution whose weight is frozen holds nothing of its input.
+    activation   DropIT(activation_bits=4): gelu and silu hold a code of their derivative instead of their input;
+                 dx = dy f'(x)             approximate, f'(x) from a table of 16 values
+
+A row is a function of (ledger, func, args, kwargs) that runs func and settles what it saved. Functions without a row are run as they are,
+and what they save is held exactly.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import kernels
+from .ledger import Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, geometry
+from .stores import Layout, Rows, Signs, flat
+
+# Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
+CHEAP = frozenset(
+    "add sub rsub mul div true_divide neg pow square sqrt rsqrt reciprocal exp log sin cos tanh sigmoid erf abs clamp clamp_min clamp_max "
+    "where masked_fill addcmul lerp relu6 hardtanh hardswish hardsigmoid elu selu celu gelu silu mish softplus softsign logsigmoid "
+    "threshold glu to float half bfloat16 double type type_as contiguous clone reshape flatten repeat_interleave cat "
+    "layer_norm rms_norm group_norm instance_norm".split()
+)
+SIGNS = frozenset("relu leaky_relu".split())
+# where the input and the weight stand among the arguments, and which axis of the input has the channels
+LAYERS = {"linear": (0, 1, -1), "addmm": (1, 2, -1), "matmul": (0, 1, -1), "mm": (0, 1, -1)}
+LAYERS |= {name: (0, 1, 1) for name in ("conv1d", "conv2d", "conv3d")}
+CODED = {"gelu": "gelu", "silu": "silu"}
+OPERATORS = {f"__{prefix}{o}__": o for o in ("add", "sub", "mul", "pow", "matmul") for prefix in ("", "r", "i")}
+OPERATORS |= {f"__{prefix}truediv__": "div" for prefix in ("", "r", "i")} | {"__rsub__": "rsub"}
+
+_ROWS: dict[Callable, Any] = {}
+
+
+def rules(func: Callable) -> Callable | None:
+    """The row of a torch function."""
+    try:
+        return _ROWS[func]
+    except KeyError:
+        row = _ROWS[func] = _row(getattr(func, "__name__", ""), func)
+        return row
+
+
+def _row(name: str, func: Callable) -> Callable | None:
+    plain = plain_name(name)
+    if func is F.multi_head_attention_forward:
+        return seen_through
+    if func is F.batch_norm:
+        return batch_norm
+    if func is F.dropout:
+        return dropout
+    if plain in SIGNS:
+        return signs
+    if plain in LAYERS:
+        return layer
+    if plain in CODED:
+        return activation
+    return cheap if plain in CHEAP else None
+
+
+def plain_name(name: str) -> str:
+    """`add_`, `__iadd__` and `add` are one."""
+    if name in OPERATORS:
+        return OPERATORS[name]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def in_place(func: Callable, kwargs: dict) -> bool:
+    name = func.__name__
+    return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
+
+
+def out_of_place(func: Callable, kwargs: dict) -> tuple[Any, dict]:
+    """The function that computes what an in-place one leaves behind."""
+    if not in_place(func, kwargs):
+        return func, kwargs
+    if kwargs.get("inplace"):
+        return func, {**kwargs, "inplace": False}
+    name = plain_name(func.__name__)
+    return getattr(torch, name, None) or getattr(F, name, None), kwargs
+
+
+def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
+    kind = device.type
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+# The rows
+
+
+def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    out, saved, recipe = _recorded(ledger, func, args, kwargs)
+    inner = [e for e in saved if _is_inner(ledger, e, out)] if recipe is not None else []
+    if inner and recipe is not None and 2 * ledger.cost(recipe)[0] <= sum([_tensor(e).nbytes for e in inner]):
+        again = Inner(recipe, (), ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
+        for entry in inner:
+            ledger.conclude(entry, again, saved.index(entry), ledger.value(_tensor(entry)))
+    for entry in saved:
+        if entry.source is None:
+            ledger.settle(entry)
+    return out
+
+
+def _tensor(entry: Entry) -> Tensor:
+    assert entry.tensor is not None
+    return entry.tensor
+
+
+def _is_inner(ledger: Ledger, entry: Entry, out: Any) -> bool:
+    """Did the function save a large value of its own making (a norm that is written out in C++)?"""
+    t = _tensor(entry)
+    return _key(t) not in ledger.values and isinstance(out, Tensor) and 4 * t.nbytes >= out.nbytes
+
+
+def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
+    """Run a function, and note how its output was made."""
+    bound, named = ledger.bind(args), ledger.bind(kwargs)
+    if in_place(func, kwargs) and args and isinstance(args[0], Tensor):
+        exact = ledger.value(args[0]).exact()
+        if exact is not None:
+            exact.own()
+    out, saved = ledger.watch(func, args, kwargs)
+    if not isinstance(out, Tensor) or "out" in kwargs:
+        return out, saved, None
+    known = ledger.values.get(_key(out))
+    again, named = out_of_place(func, named)
+    if again is None or (known is not None and known.version == out._version):  # a view, or nothing was done
+        return out, saved, None
+    recipe = Recipe(again, bound, named, autocast_state(out.device))
+    return out, saved, recipe if ledger.made(out, recipe) is not None else None
+
+
+def signs(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """relu saves its output, leaky_relu its input: of both, the sign is all that the backward asks for."""
+    out, saved, _ = _recorded(ledger, func, args, kwargs)
+    for entry in saved:
+        ledger.store(entry, Signs(), -1, approximate=False)
+    return out
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a dropout: one bit an element. `scale` is None for a mask that is kept as booleans."""
+
+    scale: float | None
+
+    def compress(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (kernels.pack_bits(flat(x).ne(0)),)
+
+    def restore(self, held: tuple[Tensor, ...], layout: Layout) -> Tensor:
+        mask = layout.of_flat(kernels.unpack_bits(held[0], layout.n))
+        return mask if self.scale is None else mask.to(layout.dtype).div_(1 / self.scale)
+
+
+def dropout(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    names = ("input", "p", "training", "inplace")
+    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    x, p = given["input"], given["p"]
+    if not given["training"] or given["inplace"] or not 0 < p < 1 or not x.requires_grad:
+        return func(*args, **kwargs)
+    use = ledger.bind(x)
+    out, saved = ledger.watch(func, args, kwargs)
+    if len(saved) != 1 or saved[0].tensor is None or saved[0].tensor.shape != x.shape or _key(saved[0].tensor) == _key(x):
+        for entry in saved:
+            ledger.settle(entry)
+        return out
+    noise = saved[0].tensor
+    scale = None if noise.dtype == torch.bool else 1 / (1 - p)
+    store = Noise(scale)
+    with torch.no_grad():
+        held = Stored(store, Layout.of(noise), store.compress(noise), ledger.outer, approximate=False)
+    place = geometry(noise)
+    ledger.made(out, Recipe(_dropped, (use, Fill(held, place), 1 / (1 - p)), {}))
+    ledger.conclude(saved[0], held, place, ledger.value(noise))
+    return out
+
+
+def _dropped(x: Tensor, noise: Tensor, scale: float) -> Tensor:
+    return torch.ops.aten.native_dropout_backward(x, noise, scale) if noise.dtype == torch.bool else x * noise
+
+
+def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict.fromkeys(names) | {"training": False, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
+    if not given["training"]:
+        return cheap(ledger, func, args, kwargs)
+    x = given["input"]
+    ledger.bind((args, kwargs))
+    known = {_key(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+    out, saved = ledger.watch(func, args, kwargs)
+    own = [e.tensor for e in saved if e.tensor is not None and e.tensor.shape == x.shape[1:2] and _key(e.tensor) not in known]
+    for entry in saved:
+        ledger.settle(entry)
+    if len(own) == 2 and autocast_state(x.device) is None:
+        mean, deviation = own
+        bound = ledger.bind((x, mean, deviation, given["weight"], given["bias"], given["eps"]))
+        ledger.made(out, Recipe(_normalised, bound, {}))
+    return out
+
+
+def _normalised(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """What a batch norm made of x, from the mean and the inverse deviation that it found."""
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps)
+    wide = torch.promote_types(x.dtype, mean.dtype)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    factor = inverse.to(wide) if weight is None else inverse.to(wide) * weight
+    shift = -mean * factor if bias is None else bias - mean * factor
+    return (x * factor.view(shape) + shift.view(shape)).to(x.dtype)
+
+
+def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A layer's input is saved for the gradient of its weight alone, so it may be held by a store."""
+    first, second, axis = LAYERS[plain_name(func.__name__)]
+    if len(args) <= second or not all([isinstance(args[i], Tensor) for i in (first, second)]):
+        return func(*args, **kwargs)
+    x, weight = args[first], args[second]
+    state = autocast_state(x.device)
+    if state is not None and x.is_floating_point() and x.dtype not in (state[1], torch.float64):
+        x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
+        args = (*args[:first], x, *args[first + 1 :])
+    plan = ledger.within.store_of(weight)
+    if plan is not None and isinstance(plan.store, Rows) and axis == -1 and func is F.linear:
+        return rows_linear(ledger, x, plan, *args[1:], **kwargs)
+    out, saved = ledger.watch(func, args, kwargs)
+    for entry in saved:
+        t = _tensor(entry)
+        if _is_copy(ledger, t, x):
+            ledger.made(t, Recipe(Tensor.reshape, (ledger.bind(x), t.shape), {}))
+        if _key(t) == _key(weight) or t.numel() != x.numel():
+            ledger.settle(entry)
+        elif axis == 1 and not weight.requires_grad:
+            ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
+        elif plan is not None:
+            ledger.store(entry, plan.store, axis, True, plan.seed)
+        else:
+            ledger.settle(entry)
+    return out
+
+
+def _is_copy(ledger: Ledger, t: Tensor, x: Tensor) -> bool:
+    """A linear layer folds the leading axes of its input, and copies it if they cannot be folded in place."""
+    return not x.is_contiguous() and _key(t) not in ledger.values and t.is_contiguous() and t.shape == (x[..., 0].numel(), x.shape[-1])
+
+
+class RowsLinear(torch.autograd.Function):
+    """A linear layer that remembers some rows of its input: dW = dy[rows]' x[rows] costs as many."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Rows, seed: int):
+        held = store.compress(x.contiguous(), -1, seed)
+        ctx.save_for_backward(weight, *held)
+        ctx.store, ctx.layout = store, Layout.of(x.contiguous())
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        weight, *held = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        flat = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            values, index = ctx.store.rows(tuple(held), ctx.layout)
+            grad_weight = flat.index_select(0, index.long()).T @ values
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        if ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Exact where the input is held, or can be computed, anyway."""
+    value = ledger.value(x)
+    layout = Layout.of(x.detach().contiguous())
+    free = value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
+    if free or x.ndim < 2 or plan.store.bytes(layout, -1) >= x.nbytes or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
+
+
+class Coded(torch.autograd.Function):
+    """An activation that remembers a code of its derivative: dx = dy * table[code]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, run: Callable, name: str, bits: int):
+        from . import codes
+        edges, table = codes.table(name, bits, x.device)
+        ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges), table)
+        return run(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        code, table = ctx.saved_tensors
+        grad = grad.contiguous()
+        return kernels.scale_by_code(grad.view(-1), code, table).view(grad.shape), None, None, None
+
+
+def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    bits = ledger.within.activation_bits
+    x = args[0] if args else kwargs["input"]
+    if bits is None or in_place(func, kwargs) or not x.requires_grad:
+        return cheap(ledger, func, args, kwargs)
+    name = CODED[plain_name(func.__name__)]
+    if kwargs.get("approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    return Coded.apply(x, lambda t: func(t, *args[1:], **rest), name, bits)
+
+
+def seen_through(ledger: Ledger, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Torch's multi-head attention is Python that calls layers, but a mode sees only the whole. The same code, with its own question
+    whether a mode is on answered no, lets it see the layers."""
+    opened = types.FunctionType(func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__)
+    opened.__defaults__, opened.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    with ledger:
+        return opened(*args, **kwargs)

@@ -1,0 +1,502 @@
+"""Who holds what for the backward: every storage once, and nothing that can be computed again from what is held anyway.
+
+Autograd hands every tensor that it saves to a pair of hooks. Ours look the tensor's storage up in a *ledger*, which a torch function
+mode keeps while the model runs: which function made it, from what. Then there are three ways to hold it.
+
+    Exact      the tensor itself, once for all that save it
+    Computed   nothing: it is made again from what is held (a norm's output from its input, gelu(x) from x), by the same function
+    Stored     a store's tensors instead of it (stores.py), where a few entries or a few bits are enough
+
+The functions that a model calls are torch's own, with the arguments that it gives them, so the forward is the plain one, bit for bit, and
+so is every backward formula. Custom autograd.Functions and extensions need no row in a table: what they save is looked up as well.
+
+NOTE [what is computed again]
+ 1. A value that a function of `layers.CHEAP` made may be computed again. It is, if what else would have to be held for it has at most
+    half of its bytes: gelu(x) needs x, which gelu's own backward holds, so nothing; x.float() needs x, half of it; a + b needs two
+    tensors that nobody holds, so a + b is held itself.
+ 2. No more than LIMIT times its own bytes are computed for it, so chains of residual additions end somewhere.
+ 3. What several ask for is computed once in a backward pass, and dropped when the last of them has had it.
+ 4. What is held only for a computation (x of x.float()) is copied should the model change it in place; of all else autograd
+    forbids that, and so do we.
+
+NOTE [other hooks]
+Whatever stands outside (memory.Held, save_on_cpu, checkpoint) gets every tensor that we hold, and gives it back: hooks compose. A frame
+opened in a checkpointed block decides in the recomputation as it did in the forward, since it starts from an empty ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from .stores import Layout, is_dense
+
+LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
+NEVER = 1 << 62
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+
+
+def geometry(t: Tensor) -> Geometry:
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+
+def _see(t: Tensor, shape: Geometry) -> Tensor:
+    """A view of t's storage."""
+    size, stride, offset, dtype = shape
+    return (t if t.dtype == dtype else t.view(dtype)).as_strided(size, stride, offset)
+
+
+def _laid_out(t: Tensor, shape: Geometry) -> Tensor:
+    """t with the strides that it had when it was saved."""
+    size, stride, _, dtype = shape
+    return t if t.stride() == stride else torch.empty_strided(size, stride, dtype=dtype, device=t.device).copy_(t)
+
+
+# What is known of a storage while the model runs. Nothing here keeps a tensor alive.
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How a value was made: a function, and arguments in which tensors are `Use`s of other values."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+    autocast: tuple[str, torch.dtype] | None = None
+
+
+@dataclass(eq=False, frozen=True)
+class Use:
+    value: Value
+    seen_as: Geometry
+    needs_grad: bool
+
+
+class Value:
+    """The contents of a storage, from one in-place change of it to the next."""
+
+    def __init__(self, t: Tensor, recipe: Recipe | None = None):
+        storage = t.untyped_storage()
+        self.storage = StorageWeakRef(storage)  # as long as it is here, the address is not given to another
+        self.nbytes = storage.nbytes()
+        self.ref = weakref.ref(t)
+        self.version = t._version
+        self.made_as = geometry(t)
+        self.recipe = recipe
+        self.free = isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter)
+        self.exact: Any = _nothing
+        self.computed: Any = _nothing
+        self.stored: dict[Any, Any] = {}
+
+    def tensor(self) -> Tensor | None:
+        t = self.ref()
+        return t if t is not None and t._version == self.version else None
+
+
+def _nothing() -> None:
+    """A weak reference to nobody."""
+
+
+# What entries of the autograd graph keep alive. It knows nothing of the ledger.
+
+
+class Exact:
+    """A storage, held. Each view that somebody wants of it goes through the hooks that stand outside ours."""
+
+    def __init__(self, version: int, nbytes: int, outer: Any):
+        self.version, self.nbytes = version, nbytes
+        self.outer = outer
+        self.views: dict[Geometry, Any] = {}
+        self.watched: dict[Geometry, Tensor] = {}
+        self.saved = False  # by autograd itself, so that nobody may change it
+
+    def keep(self, t: Tensor, shape: Geometry) -> None:
+        if shape not in self.views:
+            alias = _see(t.detach(), shape)
+            self.views[shape] = self.outer[0](alias) if self.outer else alias
+            if not self.outer:
+                self.watched[shape] = alias
+
+    def get(self, shape: Geometry) -> Tensor:
+        alias = self.watched.get(shape)
+        if alias is not None and alias._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+                f"{tuple(alias.shape)} is at version {alias._version}; expected version {self.version}."
+            )
+        return self.outer[1](self.views[shape]) if self.outer else self.views[shape]
+
+    def own(self) -> None:
+        """Before an in-place change: see rule 4."""
+        if not self.saved and not self.outer:
+            self.views = {shape: alias.clone(memory_format=torch.preserve_format) for shape, alias in self.views.items()}
+            self.watched = {}
+
+    def leaves(self) -> Iterator[Any]:
+        yield self
+
+
+class Computed:
+    """Nothing is held: the value is made again, once for all of a backward pass that ask (rule 3)."""
+
+    def __init__(self, recipe: Recipe, made_as: Geometry, args: tuple, kwargs: dict):
+        self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
+        self.users = self.used = 0
+        self.cache: Any = None
+
+    def get(self, shape: Geometry) -> Tensor:
+        made = self.value()
+        return made if shape == self.made_as else _see(made, shape)
+
+    def value(self) -> Any:
+        made = self.cache if self.cache is not None else self.run()
+        self.used += 1
+        self.cache = made if self.used < self.users else None
+        if self.cache is None:
+            self.used = 0
+        return made
+
+    def run(self) -> Any:
+        with torch.no_grad(), _autocast(self.recipe.autocast):
+            made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
+        return _laid_out(made, self.made_as)
+
+    def leaves(self) -> Iterator[Any]:
+        for held in _sources((self.args, self.kwargs)):
+            yield from held.leaves()
+
+
+class Inner(Computed):
+    """What a function saved of its own intermediate values: it is run again as autograd saw it, and what it saves is collected."""
+
+    def run(self) -> list[Tensor]:
+        saved: list[Tensor] = []
+
+        def pack(t: Tensor) -> Tensor:
+            saved.append(t.detach())
+            return saved[-1]
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with torch.enable_grad(), _autocast(self.recipe.autocast), hooks:
+            self.recipe.func(*_filled(self.args, leaf=True), **_filled(self.kwargs, leaf=True))
+        return saved
+
+    def get(self, place: Any) -> Tensor:
+        return self.value()[place]
+
+
+class Stored:
+    """A store's tensors instead of a value; or the value, where it turned out that somebody holds it anyway."""
+
+    def __init__(self, store: Any, layout: Layout, held: tuple[Tensor, ...], outer: Any, approximate: bool):
+        self.store, self.layout, self.approximate = store, layout, approximate
+        self.outer = outer
+        self.held = tuple([outer[0](t) for t in held]) if outer else held
+        self.nbytes = sum([t.nbytes for t in held])
+        self.instead: tuple[Any, Geometry] | None = None
+
+    def get(self, shape: Geometry) -> Tensor:
+        if self.instead is not None:
+            source, seen_as = self.instead
+            size, stride, _, dtype = shape
+            t = _laid_out(source.get(seen_as), seen_as)
+            return t.as_strided(size, stride, t.storage_offset())
+        if self.approximate and torch.is_grad_enabled():
+            raise RuntimeError("halfback: double backward (create_graph=True) through DropIT is not supported. Use hb.exact(model).")
+        held = tuple([self.outer[1](t) for t in self.held]) if self.outer else self.held
+        size, stride, _, _ = shape
+        return self.store.restore(held, self.layout).as_strided(size, stride)
+
+
+    def give_way(self, source: Any, seen_as: Geometry) -> None:
+        self.instead, self.held = (source, seen_as), ()
+
+    def leaves(self) -> Iterator[Any]:
+        yield from self.instead[0].leaves() if self.instead else (self,)
+
+
+class Blank:
+    """Only its shape is needed: a convolution whose weight is frozen asks its input for nothing else."""
+
+    def __init__(self, t: Tensor):
+        self.device = t.device
+
+    def get(self, shape: Geometry) -> Tensor:
+        size, stride, _, dtype = shape
+        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+
+    def leaves(self) -> Iterator[Any]:
+        return iter(())
+
+
+@dataclass(eq=False, frozen=True)
+class Fill:
+    """A place in a recipe's arguments, to be filled from a source."""
+
+    source: Any
+    seen_as: Geometry
+    needs_grad: bool = False
+
+
+def _filled(tree: Any, leaf: bool = False) -> Any:
+    def fill(f: Fill) -> Tensor:
+        t = f.source.get(f.seen_as)
+        return t.detach().requires_grad_() if leaf and f.needs_grad else t
+
+    return _mapped(tree, Fill, fill)
+
+
+def _mapped(tree: Any, kind: type, f: Callable) -> Any:
+    if isinstance(tree, kind):
+        return f(tree)
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)([_mapped(x, kind, f) for x in tree])
+    if type(tree) is dict:
+        return {k: _mapped(v, kind, f) for k, v in tree.items()}
+    return tree
+
+
+def _sources(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(tree, Fill, lambda f: found.append(f.source))
+    return found
+
+
+def _autocast(state: tuple[str, torch.dtype] | None) -> Any:
+    return torch.autocast(*state) if state else contextlib.nullcontext()
+
+
+class Entry:
+    """What stands in the autograd graph for a tensor that was saved."""
+
+    __slots__ = ("__weakref__", "place", "source", "tensor")
+
+    def __init__(self, t: Tensor):
+        self.tensor: Tensor | None = t
+        self.source: Any = None
+        self.place: Any = None
+
+    def settle(self, source: Any, place: Any) -> None:
+        self.tensor, self.source, self.place = None, source, place
+        if isinstance(source, Computed):
+            source.users += 1
+
+    def get(self) -> Tensor:
+        return self.tensor if self.tensor is not None else self.source.get(self.place)
+
+
+def _unpack(entry: Any) -> Tensor:
+    return entry.get()
+
+
+class Passed:
+    """A tensor that is none of ours to hold otherwise (a subclass): handed on."""
+
+    def __init__(self, t: Tensor, outer: Any):
+        self.outer = outer
+        self.held = outer[0](t) if outer else t.detach()
+
+    def get(self) -> Tensor:
+        return self.outer[1](self.held) if self.outer else self.held
+
+
+ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+
+
+class Ledger(TorchFunctionMode):
+    """The frame of one forward: the mode that sees functions and the hooks that see what they save.
+
+    `rules(func)` gives the row of a function (layers.py), or None. `tell` hears of calls and of what they saved, for a report.
+    """
+
+    def __init__(self, rules: Callable[[Callable], Any], within: Any, tell: Any = None):
+        super().__init__()
+        self.rules, self.within, self.tell = rules, within, tell
+        self.values: dict[int, Value] = {}
+        self.pending: list[Entry] | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Ledger]:
+        """Everything that runs inside is seen. A frame that is opened inside another takes over."""
+        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        before, self.within.ledger = self.within.ledger, self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self:
+                yield self
+        finally:
+            self.within.ledger = before
+            self.values.clear()
+
+    def mine(self) -> bool:
+        """Are we the ones that saved tensors reach? In a checkpointed region they may not be."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and getattr(top[0], "__self__", None) is self
+
+    # The functions
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.within.ledger is not self or not torch.is_grad_enabled() or not self.mine():
+            return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        if self.tell is not None:
+            self.tell.called(func, args, kwargs)
+        rule = self.rules(func)
+        return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
+
+    def watch(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry]]:
+        """Run a function; what it saved waits to be settled."""
+        before, self.pending = self.pending, []
+        try:
+            return func(*args, **kwargs), self.pending
+        finally:
+            self.pending = before
+
+    def bind(self, tree: Any) -> Any:
+        """Arguments with every tensor replaced by a use of its value, as it is before the call."""
+        return _mapped(tree, Tensor, lambda t: Use(self.value(t), geometry(t), t.requires_grad) if type(t) in ORDINARY else t)
+
+    def value(self, t: Tensor) -> Value:
+        key = t.untyped_storage()._cdata
+        value = self.values.get(key)
+        if value is None or value.version != t._version:
+            value = self.values[key] = Value(t)
+        return value
+
+    def made(self, out: Tensor, recipe: Recipe) -> Value | None:
+        """Note how a fresh storage, or a new version of an old one, came to be."""
+        value = Value(out, recipe)
+        if value.nbytes != out.nbytes or out.storage_offset() or type(out) not in ORDINARY:
+            return None
+        self.values[out.untyped_storage()._cdata] = value
+        return value
+
+    # The hooks
+
+    def pack(self, t: Tensor) -> Any:
+        if type(t) not in ORDINARY or t.is_sparse:
+            return Passed(t, self.outer)
+        if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
+            self.value(t)  # which can be told only before it is detached
+        entry = Entry(t.detach())
+        if self.pending is not None:
+            self.pending.append(entry)
+        else:
+            self.settle(entry)
+        return entry
+
+    def settle(self, entry: Entry) -> None:
+        """Hold what was saved, exactly."""
+        t: Any = entry.tensor
+        value = self.value(t)
+        source = self.source(value, t)
+        if isinstance(source, Exact):
+            source.saved = True
+            source.keep(t, geometry(t))
+        self.conclude(entry, source, geometry(t), value)
+
+    def conclude(self, entry: Entry, source: Any, place: Any, value: Value | None) -> None:
+        entry.settle(source, place)
+        if self.tell is not None:
+            self.tell.saved(entry, value)
+
+    def source(self, value: Value, t: Tensor | None = None) -> Any:
+        """How a value is held: as it is already, or computed, or from now on itself. See NOTE [what is computed again]."""
+        held = value.exact() or value.computed()
+        if held is not None:
+            return held
+        if self.worth_computing(value):
+            return self.compute(value)
+        return self.hold(value, value.tensor() if t is None else t)
+
+    def hold(self, value: Value, t: Tensor | None) -> Exact:
+        assert t is not None
+        exact = Exact(value.version, 0 if value.free else value.nbytes, self.outer)
+        exact.keep(t, geometry(t))
+        value.exact = weakref.ref(exact)
+        for (offset, numel, dtype), ref in value.stored.items():
+            stored = ref()
+            if stored is not None:
+                size, stride = stored.layout.size, stored.layout.stride
+                exact.keep(t, (tuple(size), tuple(stride), offset, dtype))
+                stored.give_way(exact, (tuple(size), tuple(stride), offset, dtype))
+        return exact
+
+    def compute(self, value: Value) -> Computed:
+        recipe: Any = value.recipe
+        made = Computed(recipe, value.made_as, self.fill(recipe.args), self.fill(recipe.kwargs))
+        value.computed = weakref.ref(made)
+        return made
+
+    def fill(self, tree: Any) -> Any:
+        return _mapped(tree, Use, self._fill)
+
+    def _fill(self, use: Use) -> Fill:
+        source = self.source(use.value)
+        if isinstance(source, Exact):
+            if use.seen_as not in source.views:
+                t = use.value.tensor()
+                source.keep(next(iter(source.watched.values())) if t is None else t, use.seen_as)
+        elif isinstance(source, Computed):
+            source.users += 1
+        return Fill(source, use.seen_as, use.needs_grad)
+
+    def worth_computing(self, value: Value) -> bool:
+        return self.price(value)[1] > 0
+
+    def price(self, value: Value, depth: int = 0) -> tuple[int, int]:
+        """What would have to be held for a value, and how much computed, in bytes. (0, 0): it is held."""
+        if value.free or value.exact() is not None:
+            return 0, 0
+        if value.recipe is not None and depth < LIMIT:
+            new, passes = self.cost(value.recipe, depth + 1)
+            if 2 * new <= value.nbytes and passes + value.nbytes <= LIMIT * value.nbytes:
+                return new, passes + value.nbytes
+        return (value.nbytes if value.tensor() is not None else NEVER), 0
+
+    def cost(self, recipe: Recipe, depth: int = 0) -> tuple[int, int]:
+        uses: list[Use] = []
+        _mapped((recipe.args, recipe.kwargs), Use, uses.append)
+        prices = [self.price(use.value, depth) for use in uses]
+        return sum([new for new, _ in prices]), sum([passes for _, passes in prices])
+
+    def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0) -> None:
+        """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store."""
+        t: Any = entry.tensor
+        value = self.value(t)
+        key = (t.storage_offset(), t.numel(), t.dtype)
+        held = value.stored.get(key, _nothing)()
+        if value.free or value.exact() is not None or value.computed() is not None:
+            self.settle(entry)
+        elif held is not None and held.store == store:
+            self.conclude(entry, held, geometry(t), value)
+        else:
+            self._compress(entry, store, axis, approximate, seed, value)
+
+    def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value) -> None:
+        t: Any = entry.tensor
+        with torch.no_grad():
+            dense = t if is_dense(t) else t.contiguous()
+            layout = Layout.of(dense)
+            most = store.bytes(layout, axis)
+            new, passes = self.price(value)
+            if most >= t.nbytes or (passes > 0 and new <= most):
+                self.settle(entry)
+                return
+            held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate)
+        if dense is t:
+            value.stored[t.storage_offset(), t.numel(), t.dtype] = weakref.ref(held)
+        self.conclude(entry, held, geometry(dense), value)
+

@@ -1,0 +1,222 @@
+"""How a layer holds its input until backward: one interface, whatever is kept.
+
+    held  = store.compress(x, axis, seed)     the tensors to hold; axis is the channel axis of the layer's input
+    x_hat = store.restore(held, layout)       dense, with the strides that x had
+    store.bytes(layout, axis)                 exactly what compress would hold, without computing it
+
+    Elements   the kept values and one bit an element          keep * size + n / 8
+    Channels   the kept channels and their index               keep * size + 4 C keep
+    Rows       the kept rows and their index                   keep * size + 4 N keep
+    FewBits    all elements, in 4 or 8 bits, scaled by groups  n * (bits + 32 / group) / 8
+    Signs      one bit an element: x > 0                       n / 8
+
+Shapes: n elements, C channels, N rows (all axes but the channel axis).
+
+NOTE [what x_hat is]
+ 1. Largest entries come back as they were, all others as zero: biased towards zero, with the least error for the entries held.
+ 2. Random entries come back divided by the chance that they had of being kept (n / k), so that E[x_hat] = x. Rows that are always kept are
+    not divided. They are held divided, in x's dtype.
+ 3. Elements, FewBits and Signs go through x in the order of memory, so channels_last costs no copy. An x that is not dense (expanded,
+    sliced) is made contiguous first, and `Layout.of` describes it as it is then.
+ 4. No store looks whether it holds less than x itself: whoever chooses asks `bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import keep as _keep
+from . import kernels
+from .keep import BLOCK
+
+Held = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What has to be known of a tensor to make another like it, without holding it."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Layout:
+        stride = x.stride() if is_dense(x) else torch.empty(x.shape, device="meta").stride()
+        return Layout(x.shape, tuple(stride), x.dtype, x.device)
+
+    @property
+    def n(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.n * self.dtype.itemsize
+
+    def of_flat(self, flat: Tensor) -> Tensor:
+        """Elements in the order of memory, in this layout: a view."""
+        return flat.as_strided(self.size, self.stride)
+
+    def zeros(self) -> Tensor:
+        return self.of_flat(torch.zeros(self.n, dtype=self.dtype, device=self.device))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether x fills one piece of memory, each element once, in some order of its axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if size == 0:
+            return x.is_contiguous()
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(x: Tensor) -> Tensor:
+    """x in the order of memory: a view if x is dense, else a copy."""
+    x = x.detach() if is_dense(x) else x.detach().contiguous()
+    return x.as_strided((x.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Elements:
+    keep: float
+    select: str = "largest"
+    block: int | None = BLOCK
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
+        x = flat(x)
+        if self.select == "largest":
+            return tuple(kernels.select(x, self.keep, self.block))
+        mask = _keep.elements(x, self.keep, self.select, self.block, seed)
+        values = kernels.reference.take(x, mask, _keep.total(self.keep, x.numel(), self.block))
+        return self._unbiased(values, x.numel()), kernels.pack_bits(mask)
+
+    def _unbiased(self, values: Tensor, n: int) -> Tensor:
+        """The last block is its own: n / k differs by rounding."""
+        full, each, rest, last = _keep.counts(self.keep, n, self.block)
+        head, tail = values.split([full * each, last])
+        parts = [head * ((n - rest) / (full * each))] if full else []
+        return torch.cat([*parts, tail * (rest / last)]) if last else torch.cat([*parts, tail])
+
+    def restore(self, held: Held, layout: Layout) -> Tensor:
+        values, bits = held
+        return layout.of_flat(kernels.restore(values, bits, layout.n, self.keep, self.block))
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        return _keep.total(self.keep, layout.n, self.block) * layout.dtype.itemsize + -(-layout.n // 8)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Held: (kept channels, their index). The kept channels have x's size but for the channel axis, so they tell which axis it was."""
+
+    keep: float
+    select: str = "largest"
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
+        x = x.detach()
+        index = _keep.channels(x, self.keep, self.select, axis, seed)
+        values = x.index_select(axis, index)
+        if self.select == "random":
+            values = values * (x.shape[axis] / max(1, index.numel()))
+        return values, index
+
+    def restore(self, held: Held, layout: Layout) -> Tensor:
+        values, index = held
+        axes = [d for d in range(values.dim()) if values.shape[d] != layout.size[d]]
+        x_hat = layout.zeros()
+        return x_hat.index_copy_(axes[0], index.long(), values) if axes else x_hat.copy_(values)
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        channels = layout.size[axis]
+        row = _keep.row_count(layout.size, axis) * layout.dtype.itemsize
+        return _keep.count(self.keep, channels) * (row + _index_size(channels))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Held: (kept rows, their index). The rows are (k, C) and as many axes of size 1 as x had behind its channels.
+
+    `always` counts the first rows of each sample that a random selection keeps anyway (class tokens)."""
+
+    keep: float
+    select: str = "largest"
+    always: int = 1
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
+        x = x.detach()
+        index = _keep.rows(x, self.keep, self.select, axis, self.always, seed)
+        values = x.movedim(axis, -1).reshape(_keep.row_count(x.shape, axis), x.shape[axis]).index_select(0, index)
+        if self.select == "random":
+            values = self._unbiased(values, index, x.shape, axis)
+        return values.view(*values.shape, *[1] * (x.dim() - 1 - axis % x.dim())), index
+
+    def _unbiased(self, values: Tensor, index: Tensor, shape: torch.Size, axis: int) -> Tensor:
+        period, first = _keep.fixed_rows(shape, axis, self.always)
+        scaled = values * _keep.row_scale(shape, self.keep, axis, self.always)
+        return torch.where((index % period < first)[:, None], values, scaled)
+
+    def rows(self, held: Held, layout: Layout) -> Held:
+        """(values (k, C), index (k,)): a linear layer's dW needs these rows of dy and no others."""
+        values, index = held
+        return values.flatten(1), index
+
+    def restore(self, held: Held, layout: Layout) -> Tensor:
+        values, index = self.rows(held, layout)
+        size, axis = list(layout.size), len(layout.size) + 1 - held[0].dim()
+        channels = size.pop(axis)
+        dense = values.new_zeros(math.prod(size), channels).index_copy_(0, index.long(), values)
+        x_hat = dense.view(*size, channels).movedim(-1, axis)
+        return x_hat if x_hat.stride() == layout.stride else layout.zeros().copy_(x_hat)
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        n = _keep.row_count(layout.size, axis)
+        k = _keep.random_rows(layout.size, self.keep, axis, self.always) if self.select == "random" else _keep.count(self.keep, n)
+        return k * (layout.size[axis] * layout.dtype.itemsize + _index_size(n))
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """All elements in `bits` bits. `stochastic` rounds by noise, so that E[x_hat] = x."""
+
+    bits: int = 4
+    stochastic: bool = False
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
+        return tuple(kernels.quantise(flat(x), self.bits, kernels.GROUP, seed if self.stochastic else None))
+
+    def restore(self, held: Held, layout: Layout) -> Tensor:
+        codes, scales = held
+        return layout.of_flat(kernels.dequantise(codes, scales, layout.n, self.bits, kernels.GROUP, layout.dtype))
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        return -(-layout.n * self.bits // 8) + 4 * -(-layout.n // kernels.GROUP)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Which elements are positive; they come back as 1, all others as 0: all that ReLU's backward needs."""
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
+        return (kernels.signs(flat(x)),)
+
+    def restore(self, held: Held, layout: Layout) -> Tensor:
+        return layout.of_flat(kernels.unpack_bits(held[0], layout.n).to(layout.dtype))
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        return -(-layout.n // 8)
+
+
+Store = Elements | Channels | Rows | FewBits | Signs
+
+
+def _index_size(n: int) -> int:
+    """Bytes of one index below n, as keep.index makes it."""
+    return 4 if n <= 2**31 else 8

@@ -1,0 +1,206 @@
+"""Lean and DropIT on a model: a ledger (ledger.py) around its forward, and around each block's where something else runs the block.
+
+`forward` is set on the instance, as Recompute does: only a `with` around the forward ends for certain, also on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import layers
+from .ledger import Entry, Exact, Ledger, Stored, Value
+from .methods import DropIT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the input of a layer is held."""
+
+    store: Any
+    seed: int
+
+
+@dataclass
+class Row:
+    """What one layer or function saves, and how it is held."""
+
+    layer: str
+    function: str
+    before: int
+    after: int
+    how: str
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """The modules with a weight that multiplies their input, in the order of registration. Embeddings count as a first layer."""
+    names = [n for n, p in model.named_parameters() if p.ndim > 1 and n.rpartition(".")[2].endswith("weight")]
+    return list(dict.fromkeys(layer_name(n) for n in names))
+
+
+def layer_name(parameter: str) -> str:
+    module, _, own = parameter.rpartition(".")
+    part = own.removesuffix("weight").rstrip("_")
+    return f"{module}.{part}" if part else module
+
+
+def choose_layers(model: nn.Module, wanted: Any) -> list[str]:
+    """The names of the layers that DropIT's `layers` means."""
+    names = layers_of(model)
+    modules = dict(model.named_modules())
+    usable = [n for n in names if not isinstance(modules.get(n), (nn.Embedding, nn.EmbeddingBag))]
+    kind = type(model).__name__
+    if not usable:
+        raise ValueError(f"apply_(): {kind} has no layer with a weight matrix, so DropIT has nothing to do.")
+    if wanted == "all":
+        return usable
+    if wanted == "all but first":
+        return [n for n in usable if n != names[0]]
+    if callable(wanted):
+        chosen = [n for n in usable if wanted(n, modules.get(n))]
+        if not chosen:
+            raise ValueError(f"apply_(): the function given as layers= chose none of the {len(usable)} layers of {kind}.")
+        return chosen
+    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    for p in patterns:
+        if any(fnmatch.fnmatchcase(n, p) for n in usable):
+            continue
+        if p in modules:
+            raise ValueError(
+                f"apply_(): layers={p!r} is a {type(modules[p]).__name__}, which DropIT cannot rewrite: it has no weight of its own that "
+                f"multiplies its input. Layers: {usable[0]} ... {usable[-1]}."
+            )
+        raise ValueError(f"apply_(): layers={p!r} matches none of the {len(usable)} layers of {kind}: {usable[0]} ... {usable[-1]}.")
+    return [n for n in usable if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+
+
+class Watch:
+    """What the frames of one model share: whose weights are approximated, and who hears what is held."""
+
+    def __init__(self, model: nn.Module, method: Any, chosen: Sequence[str], report: Any):
+        self.model, self.method, self.report = model, method, report
+        self.chosen = frozenset(chosen)
+        self.on = True
+        self.store = method.store() if isinstance(method, DropIT) else None
+        self.calls = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.ledger: Ledger | None = None
+        self.names: dict[int, tuple[Any, str]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @property
+    def activation_bits(self) -> int | None:
+        return self.method.activation_bits if isinstance(self.method, DropIT) and self.on else None
+
+    def name_of(self, weight: Tensor) -> str:
+        """The layer that a weight, or a part of one, belongs to; empty where it is computed."""
+        parameter = weight if isinstance(weight, nn.Parameter) else weight._base
+        if not isinstance(parameter, nn.Parameter):
+            return ""
+        ref, name = self.names.get(id(parameter), (None, ""))
+        if ref is None or ref() is not parameter:  # the first time, or somebody (FSDP) put another in its place
+            self.names = {id(p): (weakref.ref(p), layer_name(n)) for n, p in self.model.named_parameters()}
+            name = self.names.get(id(parameter), (None, ""))[1]
+        return name
+
+    def store_of(self, weight: Tensor) -> Plan | None:
+        if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
+            return None
+        self.calls += 1
+        return Plan(self.store, hash((self.method.seed, self.calls)) & 0x7FFFFFFF)
+
+    def open(self) -> Any:
+        return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
+
+
+class Watched:
+    """The forward of a module with a ledger around it."""
+
+    def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
+        self.module, self.watch = module, watch
+        self.own = own  # a forward that the instance had already
+        functools.update_wrapper(self, type(module).forward if own is None else own, updated=())
+        del self.__wrapped__
+        self.__signature__ = inspect.signature(module.forward)
+
+    def plain(self, *args, **kwargs):
+        return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        watch = self.watch
+        if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
+            return self.plain(*args, **kwargs)
+        with watch.open() as ledger:
+            out = self.plain(*args, **kwargs)
+            if ledger.tell is not None:
+                ledger.tell.close()
+            return out
+
+
+class Account:
+    """What was saved in a forward and how it is held, for the report."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+        self.heard: list[tuple[str, str, Any, Value]] = []
+        self.layer = self.function = ""
+
+    def called(self, func: Any, args: tuple, kwargs: dict) -> None:
+        self.function = layers.plain_name(getattr(func, "__name__", ""))
+        weights = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and self.watch.name_of(t)]
+        if weights:
+            self.layer = self.watch.name_of(weights[0])
+        elif self.layer and not self.layer.startswith("after "):
+            self.layer = f"after {self.layer}"
+
+    def saved(self, entry: Entry, value: Value) -> None:
+        self.heard.append((self.layer, self.function, weakref.ref(entry), value))
+
+    def close(self) -> None:
+        """At the end of the forward: what is still alive."""
+        saved: dict[int, Value] = {}
+        held: dict[int, Any] = {}
+        rows: list[Row] = []
+        for layer, function, ref, value in self.heard:
+            entry = ref()
+            if entry is None or value.free:
+                continue
+            before = 0 if id(value) in saved else value.nbytes
+            saved[id(value)] = value
+            new = {id(kept): kept for kept in entry.source.leaves() if id(kept) not in held}
+            held |= new
+            rows.append(Row(layer, function, before, sum(kept.nbytes for kept in new.values()), _how(entry.source, bool(before))))
+        self.watch.report.account(rows)
+
+
+def _how(source: Any, first: bool) -> str:
+    if isinstance(source, Stored):
+        return "held by another" if source.instead else str(source.store)
+    if isinstance(source, Exact):
+        return "held" if first else "held by another"
+    return {"Computed": "computed again", "Inner": "computed again", "Blank": "not held: its weight is frozen"}[type(source).__name__]
+
+
+def watched(model: nn.Module) -> Iterator[Watched]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        while forward is not None:
+            if isinstance(forward, Watched):
+                yield forward
+            forward = getattr(forward, "own", None)
