@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import kernels
+from . import codes, kernels
 from .ledger import Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, geometry
 from .stores import Layout, Rows, Signs, flat
 
@@ -297,7 +297,8 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     free = value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
     if free or x.ndim < 2 or plan.store.bytes(layout, -1) >= x.nbytes or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
+    with ledger.instead_of(x, str(plan.store)):
+        return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
 
 
 class Coded(torch.autograd.Function):
@@ -305,7 +306,6 @@ class Coded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, run: Callable, name: str, bits: int):
-        from . import codes
         edges, table = codes.table(name, bits, x.device)
         ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges), table)
         return run(x)
@@ -327,7 +327,8 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     if kwargs.get("approximate", "none") == "tanh":
         name = "gelu_tanh"
     rest = {k: v for k, v in kwargs.items() if k != "input"}
-    return Coded.apply(x, lambda t: func(t, *args[1:], **rest), name, bits)
+    with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):
+        return Coded.apply(x, lambda t: func(t, *args[1:], **rest), name, bits)
 
 
 def seen_through(ledger: Ledger, func: Any, args: tuple, kwargs: dict) -> Any:

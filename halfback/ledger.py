@@ -323,6 +323,7 @@ class Ledger(TorchFunctionMode):
         self.rules, self.within, self.tell = rules, within, tell
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
+        self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
@@ -407,10 +408,19 @@ class Ledger(TorchFunctionMode):
             source.keep(t, geometry(t))
         self.conclude(entry, source, geometry(t), value)
 
-    def conclude(self, entry: Entry, source: Any, place: Any, value: Value | None) -> None:
+    def conclude(self, entry: Entry, source: Any, place: Any, value: Value) -> None:
         entry.settle(source, place)
-        if self.tell is not None:
-            self.tell.saved(entry, value)
+        if self.tell is not None and not value.free:
+            self.tell.saved(entry, *(self.stands_for or (value, "")))
+
+    @contextlib.contextmanager
+    def instead_of(self, t: Tensor, what: str) -> Iterator[None]:
+        """What is saved meanwhile stands for t."""
+        self.stands_for = self.value(t), what
+        try:
+            yield
+        finally:
+            self.stands_for = None
 
     def source(self, value: Value, t: Tensor | None = None) -> Any:
         """How a value is held: as it is already, or computed, or from now on itself. See NOTE [what is computed again]."""

@@ -53,7 +53,7 @@ class Report:
             return "what each layer holds is known after the first training step"
         width = max([len(r.layer) for r in self.rows], default=5)
         lines = [f"{'layer':{width}}  {'function':28}  {'before':>10}  {'after':>10}"]
-        lines += [f"{r.layer:{width}}  {r.function:28}  {_mib(r.before):>10}  {_mib(r.after):>10}  {r.how}" for r in self.rows]
+        lines += [f"{r.layer:{width}}  {r.function:28}  {_mib(r.before):>10}  {_mib(r.after):>10}  {'; '.join(r.how)}" for r in self.rows]
         return "\n".join([*lines, f"{'all':{width}}  {'':28}  {_mib(self.before):>10}  {_mib(self.after or 0):>10}"])
 
     def drew(self, grid: tuple[int, ...], factors: list[tuple[int, ...]], always: int, counts: list[int]) -> None:
@@ -108,11 +108,11 @@ class Report:
         lines.append(f"  held for backward: {_mib(self.before)} -> {_mib(self.after)} ({share:.2f}); report.table() says by whom")
         ways: dict[str, list[Row]] = {}
         for row in self.rows:
-            ways.setdefault(row.how, []).append(row)
-        for how, rows in ways.items():
-            names = sorted({r.function for r in rows})
-            shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-            lines.append(f"    {how}: {len(rows)} x, {_mib(sum(r.before for r in rows))} -> {_mib(sum(r.after for r in rows))}, of {shown}")
+            ways.setdefault(row.function, []).append(row)
+        for function, rows in ways.items():
+            before, after = sum(r.before for r in rows), sum(r.after for r in rows)
+            how = list(dict.fromkeys(re.sub(r" for .*", "", h) for r in rows for h in r.how))
+            lines.append(f"    {function}: {_mib(before)} -> {_mib(after)}, {len(rows)} x: {'; '.join(how)}")
         return lines
 
 

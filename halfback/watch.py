@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import layers
-from .ledger import Entry, Exact, Ledger, Stored, Value
+from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 
 
@@ -37,7 +37,11 @@ class Row:
     function: str
     before: int
     after: int
-    how: str
+    how: list[str]
+
+    def add(self, how: str) -> None:
+        if how not in self.how:
+            self.how.append(how)
 
 
 def layers_of(model: nn.Module) -> list[str]:
@@ -158,7 +162,7 @@ class Account:
 
     def __init__(self, watch: Watch):
         self.watch = watch
-        self.heard: list[tuple[str, str, Any, Value]] = []
+        self.heard: list[tuple[str, str, Any, Value, str]] = []
         self.layer = self.function = ""
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
@@ -169,32 +173,39 @@ class Account:
         elif self.layer and not self.layer.startswith("after "):
             self.layer = f"after {self.layer}"
 
-    def saved(self, entry: Entry, value: Value) -> None:
-        self.heard.append((self.layer, self.function, weakref.ref(entry), value))
+    def saved(self, entry: Entry, value: Value, what: str) -> None:
+        self.heard.append((self.layer, self.function, weakref.ref(entry), value, what))
 
     def close(self) -> None:
-        """At the end of the forward: what is still alive."""
-        saved: dict[int, Value] = {}
-        held: dict[int, Any] = {}
-        rows: list[Row] = []
-        for layer, function, ref, value in self.heard:
+        """At the end of the forward: what is still alive, a row for each call that saved something."""
+        holders: dict[int, str] = {}  # of what is held: who was the first to save it
+        counted: set[int] = set()
+        rows: dict[tuple[str, str], Row] = {}
+        for layer, function, ref, value, what in self.heard:
             entry = ref()
-            if entry is None or value.free:
+            if entry is None:
                 continue
-            before = 0 if id(value) in saved else value.nbytes
-            saved[id(value)] = value
-            new = {id(kept): kept for kept in entry.source.leaves() if id(kept) not in held}
-            held |= new
-            rows.append(Row(layer, function, before, sum(kept.nbytes for kept in new.values()), _how(entry.source, bool(before))))
-        self.watch.report.account(rows)
+            row = rows.setdefault((layer, function), Row(layer, function, 0, 0, []))
+            kept = {id(k): k for k in entry.source.leaves() if k.nbytes}  # a parameter has none
+            new = [k for key, k in kept.items() if key not in holders]
+            if value.nbytes > 1024:  # counts and statistics need no words
+                row.add(what or _how(entry.source, [holders[key] for key in kept if key in holders], bool(new)))
+            row.before += 0 if id(value) in counted else value.nbytes
+            row.after += sum(k.nbytes for k in new)
+            counted.add(id(value))
+            holders |= {id(k): f"{function} {layer}".strip() for k in new}
+        self.watch.report.account(list(rows.values()))
 
 
-def _how(source: Any, first: bool) -> str:
+def _how(source: Any, holders: Sequence[str], new: bool) -> str:
+    others = " and ".join(dict.fromkeys(holders[:2]))
     if isinstance(source, Stored):
-        return "held by another" if source.instead else str(source.store)
+        return str(source.store) if not source.instead else f"held for {others}"
     if isinstance(source, Exact):
-        return "held" if first else "held by another"
-    return {"Computed": "computed again", "Inner": "computed again", "Blank": "not held: its weight is frozen"}[type(source).__name__]
+        return "held" if new else f"held for {others}"
+    if isinstance(source, Blank):
+        return "not held: its weight is frozen"
+    return f"computed again from what is held for {others}" if others and not new else "computed again from what is held for that"
 
 
 def watched(model: nn.Module) -> Iterator[Watched]:
