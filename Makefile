@@ -26,7 +26,9 @@ demo: setup
 	$(RUN) $(BIN)/halfback compare
 
 bench: setup
+	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/sbp.py
+	$(BIN)/python benchmarks/dropit.py
 	$(BIN)/python benchmarks/tables.py
 
 clean:

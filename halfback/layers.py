@@ -111,7 +111,7 @@ def _key(t: Tensor) -> int:
 
 def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
-    inner = [e for e in saved if _is_inner(ledger, e, out)] if recipe is not None else []
+    inner = [e for e in saved if _is_inner(recipe, e, out)] if recipe is not None else []
     if inner and recipe is not None and 2 * ledger.cost(recipe)[0] <= sum([_tensor(e).nbytes for e in inner]):
         again = Inner(recipe, (), ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
@@ -127,10 +127,11 @@ def _tensor(entry: Entry) -> Tensor:
     return entry.tensor
 
 
-def _is_inner(ledger: Ledger, entry: Entry, out: Any) -> bool:
+def _is_inner(recipe: Recipe, entry: Entry, out: Tensor) -> bool:
     """Did the function save a large value of its own making (a norm that is written out in C++)?"""
     t = _tensor(entry)
-    return _key(t) not in ledger.values and isinstance(out, Tensor) and 4 * t.nbytes >= out.nbytes
+    known = {_key(out), *[use.value.key for use in recipe.uses()]}
+    return _key(t) not in known and 4 * t.nbytes >= out.nbytes
 
 
 def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
@@ -143,11 +144,11 @@ def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tupl
     out, saved = ledger.watch(func, args, kwargs)
     if not isinstance(out, Tensor) or "out" in kwargs:
         return out, saved, None
-    known = ledger.values.get(_key(out))
     again, named = out_of_place(func, named)
-    if again is None or (known is not None and known.version == out._version):  # a view, or nothing was done
-        return out, saved, None
     recipe = Recipe(again, bound, named, autocast_state(out.device))
+    key, version = _key(out), out._version
+    if again is None or any([use.value.key == key and use.value.version == version for use in recipe.uses()]):  # a view, or out is x
+        return out, saved, None
     return out, saved, recipe if ledger.made(out, recipe) is not None else None
 
 
@@ -246,7 +247,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     out, saved = ledger.watch(func, args, kwargs)
     for entry in saved:
         t = _tensor(entry)
-        if _is_copy(ledger, t, x):
+        if _is_copy(t, x):
             ledger.made(t, Recipe(Tensor.reshape, (ledger.bind(x), t.shape), {}))
         if _key(t) == _key(weight) or t.numel() != x.numel():
             ledger.settle(entry)
@@ -259,9 +260,9 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _is_copy(ledger: Ledger, t: Tensor, x: Tensor) -> bool:
+def _is_copy(t: Tensor, x: Tensor) -> bool:
     """A linear layer folds the leading axes of its input, and copies it if they cannot be folded in place."""
-    return not x.is_contiguous() and _key(t) not in ledger.values and t.is_contiguous() and t.shape == (x[..., 0].numel(), x.shape[-1])
+    return not x.is_contiguous() and _key(t) != _key(x) and t.is_contiguous() and t.shape == (x[..., 0].numel(), x.shape[-1])
 
 
 class RowsLinear(torch.autograd.Function):

@@ -73,6 +73,11 @@ class Recipe:
     kwargs: dict
     autocast: tuple[str, torch.dtype] | None = None
 
+    def uses(self) -> list[Use]:
+        found: list[Use] = []
+        _mapped((self.args, self.kwargs), Use, found.append)
+        return found
+
 
 @dataclass(eq=False, frozen=True)
 class Use:
@@ -86,7 +91,8 @@ class Value:
 
     def __init__(self, t: Tensor, recipe: Recipe | None = None):
         storage = t.untyped_storage()
-        self.storage = StorageWeakRef(storage)  # as long as it is here, the address is not given to another
+        self.storage = StorageWeakRef(storage)  # as long as it is here, the key, an address, is not given to another
+        self.key = storage._cdata
         self.nbytes = storage.nbytes()
         self.ref = weakref.ref(t)
         self.version = t._version
@@ -109,63 +115,99 @@ def _nothing() -> None:
 # What entries of the autograd graph keep alive. It knows nothing of the ledger.
 
 
-class Exact:
-    """A storage, held. Each view that somebody wants of it goes through the hooks that stand outside ours."""
+class Shared:
+    """Something that is made once for all of a backward pass that ask for it, and dropped when the last of them has had it (rule 3)."""
 
-    def __init__(self, version: int, nbytes: int, outer: Any):
-        self.version, self.nbytes = version, nbytes
-        self.outer = outer
-        self.views: dict[Geometry, Any] = {}
-        self.watched: dict[Geometry, Tensor] = {}
-        self.saved = False  # by autograd itself, so that nobody may change it
-
-    def keep(self, t: Tensor, shape: Geometry) -> None:
-        if shape not in self.views:
-            alias = _see(t.detach(), shape)
-            self.views[shape] = self.outer[0](alias) if self.outer else alias
-            if not self.outer:
-                self.watched[shape] = alias
-
-    def get(self, shape: Geometry) -> Tensor:
-        alias = self.watched.get(shape)
-        if alias is not None and alias._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                f"{tuple(alias.shape)} is at version {alias._version}; expected version {self.version}."
-            )
-        return self.outer[1](self.views[shape]) if self.outer else self.views[shape]
-
-    def own(self) -> None:
-        """Before an in-place change: see rule 4."""
-        if not self.saved and not self.outer:
-            self.views = {shape: alias.clone(memory_format=torch.preserve_format) for shape, alias in self.views.items()}
-            self.watched = {}
-
-    def leaves(self) -> Iterator[Any]:
-        yield self
-
-
-class Computed:
-    """Nothing is held: the value is made again, once for all of a backward pass that ask (rule 3)."""
-
-    def __init__(self, recipe: Recipe, made_as: Geometry, args: tuple, kwargs: dict):
-        self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
+    def __init__(self) -> None:
         self.users = self.used = 0
         self.cache: Any = None
 
-    def get(self, shape: Geometry) -> Tensor:
-        made = self.value()
-        return made if shape == self.made_as else _see(made, shape)
+    def make(self) -> Any:
+        raise NotImplementedError
 
     def value(self) -> Any:
-        made = self.cache if self.cache is not None else self.run()
+        made = self.cache if self.cache is not None else self.make()
         self.used += 1
         self.cache = made if self.used < self.users else None
         if self.cache is None:
             self.used = 0
         return made
 
-    def run(self) -> Any:
+
+class Handed(Shared):
+    """A tensor in the hands of the hooks outside. Some of them (checkpoint) give it back once only."""
+
+    def __init__(self, t: Tensor, outer: Any):
+        super().__init__()
+        self.outer, self.packed = outer, outer[0](t)
+
+    def make(self) -> Tensor:
+        return self.outer[1](self.packed)
+
+
+class Exact:
+    """A storage, held. Each view that somebody wants of it goes through the hooks that stand outside ours."""
+
+    def __init__(self, version: int, nbytes: int, outer: Any):
+        self.version, self.nbytes = version, nbytes
+        self.outer = outer
+        self.views: dict[Geometry, Tensor] = {}
+        self.handed: dict[Geometry, Handed] = {}
+        self.saved = False  # by autograd itself, so that nobody may change it
+
+    def has(self, shape: Geometry) -> bool:
+        return shape in self.views or shape in self.handed
+
+    def keep(self, t: Tensor, shape: Geometry) -> None:
+        if not self.has(shape):
+            alias = _see(t.detach(), shape)
+            if self.outer:
+                self.handed[shape] = Handed(alias, self.outer)
+            else:
+                self.views[shape] = alias
+
+    def join(self, shape: Geometry) -> None:
+        if self.outer:
+            self.handed[shape].users += 1
+
+    def get(self, shape: Geometry) -> Tensor:
+        if self.outer:
+            return self.handed[shape].value()
+        t = self.views[shape]
+        if t._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+                f"{tuple(t.shape)} is at version {t._version}; expected version {self.version}."
+            )
+        return t
+
+    def own(self) -> None:
+        """Before an in-place change: see rule 4. Hooks outside have made of it what they keep."""
+        if not self.saved:
+            self.views = {shape: t.clone(memory_format=torch.preserve_format) for shape, t in self.views.items()}
+            self.version = 0
+
+    def leaves(self) -> Iterator[Any]:
+        yield self
+
+
+class Computed(Shared):
+    """Nothing is held: the value is made again."""
+
+    nbytes = 0
+
+    def __init__(self, recipe: Recipe, made_as: Geometry, args: tuple, kwargs: dict):
+        super().__init__()
+        self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
+
+    def join(self, place: Any) -> None:
+        self.users += 1
+
+    def get(self, shape: Geometry) -> Tensor:
+        made = self.value()
+        return made if shape == self.made_as else _see(made, shape)
+
+    def make(self) -> Any:
         with torch.no_grad(), _autocast(self.recipe.autocast):
             made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
         return _laid_out(made, self.made_as)
@@ -178,7 +220,7 @@ class Computed:
 class Inner(Computed):
     """What a function saved of its own intermediate values: it is run again as autograd saw it, and what it saves is collected."""
 
-    def run(self) -> list[Tensor]:
+    def make(self) -> list[Tensor]:
         saved: list[Tensor] = []
 
         def pack(t: Tensor) -> Tensor:
@@ -199,26 +241,35 @@ class Stored:
 
     def __init__(self, store: Any, layout: Layout, held: tuple[Tensor, ...], outer: Any, approximate: bool):
         self.store, self.layout, self.approximate = store, layout, approximate
+        self.held: tuple = tuple([Handed(t, outer) for t in held]) if outer else held
         self.outer = outer
-        self.held = tuple([outer[0](t) for t in held]) if outer else held
         self.nbytes = sum([t.nbytes for t in held])
         self.instead: tuple[Any, Geometry] | None = None
+        self.users = 0
+
+    def join(self, shape: Geometry) -> None:
+        self.users += 1
+        if self.instead is not None:
+            self.instead[0].join(self.instead[1])
+        elif self.outer:
+            for t in self.held:
+                t.users += 1
 
     def get(self, shape: Geometry) -> Tensor:
+        size, stride, _, _ = shape
         if self.instead is not None:
             source, seen_as = self.instead
-            size, stride, _, dtype = shape
             t = _laid_out(source.get(seen_as), seen_as)
             return t.as_strided(size, stride, t.storage_offset())
         if self.approximate and torch.is_grad_enabled():
             raise RuntimeError("halfback: double backward (create_graph=True) through DropIT is not supported. Use hb.exact(model).")
-        held = tuple([self.outer[1](t) for t in self.held]) if self.outer else self.held
-        size, stride, _, _ = shape
+        held = tuple([t.value() for t in self.held]) if self.outer else self.held
         return self.store.restore(held, self.layout).as_strided(size, stride)
 
-
     def give_way(self, source: Any, seen_as: Geometry) -> None:
-        self.instead, self.held = (source, seen_as), ()
+        self.instead, self.held, self.nbytes = (source, seen_as), (), 0
+        for _ in range(self.users):
+            source.join(seen_as)
 
     def leaves(self) -> Iterator[Any]:
         yield from self.instead[0].leaves() if self.instead else (self,)
@@ -229,6 +280,9 @@ class Blank:
 
     def __init__(self, t: Tensor):
         self.device = t.device
+
+    def join(self, shape: Geometry) -> None:
+        pass
 
     def get(self, shape: Geometry) -> Tensor:
         size, stride, _, dtype = shape
@@ -287,8 +341,7 @@ class Entry:
 
     def settle(self, source: Any, place: Any) -> None:
         self.tensor, self.source, self.place = None, source, place
-        if isinstance(source, Computed):
-            source.users += 1
+        source.join(place)
 
     def get(self) -> Tensor:
         return self.tensor if self.tensor is not None else self.source.get(self.place)
@@ -381,7 +434,7 @@ class Ledger(TorchFunctionMode):
         value = Value(out, recipe)
         if value.nbytes != out.nbytes or out.storage_offset() or type(out) not in ORDINARY:
             return None
-        self.values[out.untyped_storage()._cdata] = value
+        self.values[value.key] = value
         return value
 
     # The hooks
@@ -389,8 +442,7 @@ class Ledger(TorchFunctionMode):
     def pack(self, t: Tensor) -> Any:
         if type(t) not in ORDINARY or t.is_sparse:
             return Passed(t, self.outer)
-        if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
-            self.value(t)  # which can be told only before it is detached
+        self.value(t)  # of the tensor itself, which lives longer than the entry's alias and knows whether it is a parameter's
         entry = Entry(t.detach())
         if self.pending is not None:
             self.pending.append(entry)
@@ -455,12 +507,10 @@ class Ledger(TorchFunctionMode):
 
     def _fill(self, use: Use) -> Fill:
         source = self.source(use.value)
-        if isinstance(source, Exact):
-            if use.seen_as not in source.views:
-                t = use.value.tensor()
-                source.keep(next(iter(source.watched.values())) if t is None else t, use.seen_as)
-        elif isinstance(source, Computed):
-            source.users += 1
+        if isinstance(source, Exact) and not source.has(use.seen_as):
+            t = use.value.tensor()
+            source.keep(next(iter(source.views.values())) if t is None else t, use.seen_as)
+        source.join(use.seen_as)
         return Fill(source, use.seen_as, use.needs_grad)
 
     def worth_computing(self, value: Value) -> bool:
@@ -477,9 +527,7 @@ class Ledger(TorchFunctionMode):
         return (value.nbytes if value.tensor() is not None else NEVER), 0
 
     def cost(self, recipe: Recipe, depth: int = 0) -> tuple[int, int]:
-        uses: list[Use] = []
-        _mapped((recipe.args, recipe.kwargs), Use, uses.append)
-        prices = [self.price(use.value, depth) for use in uses]
+        prices = [self.price(use.value, depth) for use in recipe.uses()]
         return sum([new for new, _ in prices]), sum([passes for _, passes in prices])
 
     def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import layers
+from .compiled import Marking
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 
@@ -150,6 +151,9 @@ class Watched:
         watch = self.watch
         if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
             return self.plain(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with Marking():
+                return self.plain(*args, **kwargs)
         with watch.open() as ledger:
             out = self.plain(*args, **kwargs)
             if ledger.tell is not None:
