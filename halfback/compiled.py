@@ -4,8 +4,9 @@ The compiler decides itself what a compiled model holds, with the whole graph be
 reads, though: gelu(x) is held beside x. So Lean marks cheap functions as ones to compute again (torch's checkpoint around a single
 function is such a mark, and costs nothing else), and the compiler fuses that with what it computes anyway.
 
-DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole. Without a ledger, who
-else holds a layer's input is told by what made it: the output of a norm, of an exact activation or of attention can be had exactly.
+DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole. There is no ledger to
+tell who else holds a layer's input, so a store takes it where nobody can: after a ReLU that follows no norm, and after an activation that
+keeps a code of its derivative. In-place activations are left to the compiler.
 """
 
 from __future__ import annotations
@@ -13,26 +14,178 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from .streams import Streams, _name, dispatch, find
+from . import codes, kernels
+from .layers import Coded, code_name
+from .stores import Layout, Signs
+from .streams import _name, dispatch, find
 
-# Elementwise functions whose output layers read, and norms. Not add: residual sums would be computed from the first on.
-AGAIN = frozenset(
-    "layer_norm rms_norm group_norm gelu silu relu leaky_relu relu6 elu hardswish mish softplus tanh sigmoid mul div pow square".split()
-)
+NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
+# Elementwise functions whose output layers read, and norms without statistics to update. Not add: residual sums would be computed from
+# the first one on.
+AGAIN = frozenset("leaky_relu relu6 elu hardswish mish softplus tanh sigmoid mul div pow square".split()) | {
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "gelu",
+    "silu",
+    "relu",
+}
+
+
+class SignedReLU(torch.autograd.Function):
+    """A ReLU that remembers where its output was positive."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor):
+        out = F.relu(x)
+        ctx.layout = Layout.of(out)
+        ctx.save_for_backward(*Signs().compress(out))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        layout = ctx.layout
+        if grad.stride() != layout.stride:
+            grad = torch.empty_strided(layout.size, layout.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        flat = grad.as_strided((layout.n,), (1,))
+        return kernels.gate(flat, ctx.saved_tensors[0], 1.0).as_strided(layout.size, layout.stride)
+
+
+class SparseLinear(torch.autograd.Function):
+    """dx = dy W and db exact; dW = dy' x_hat, x_hat restored from a store."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int):
+        ctx.store, ctx.layout = store, Layout.of(x)
+        ctx.save_for_backward(weight, *store.compress(x, -1, seed))
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        weight, *held = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        flat = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            x = ctx.store.restore(tuple(held), ctx.layout)
+            grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+        if ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class SparseConvolution(torch.autograd.Function):
+    """The same of a convolution, whose dx does not depend on x either."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple, store: Any, seed: int):
+        ctx.store, ctx.layout, ctx.settings = store, Layout.of(x), settings
+        ctx.save_for_backward(weight, *store.compress(x, 1, seed))
+        return torch.ops.aten.convolution(x, weight, bias, *settings)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        weight, *held = ctx.saved_tensors
+        x = ctx.store.restore(tuple(held), ctx.layout)
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+        sizes = [weight.shape[0]] if needed[2] else None
+        grads = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *ctx.settings, needed)
+        return *grads, None, None, None
 
 
 class Marking(TorchFunctionMode):
-    """While a model is traced: cheap functions are marked as ones to compute again."""
+    """While a model is traced: cheap functions are marked as ones to compute again, and DropIT's layers get their stores."""
+
+    def __init__(self, watch: Any):
+        super().__init__()
+        self.watch = watch
+        self.normed: list[Tensor] = []  # outputs of norms
+        self.alone: list[Tensor] = []  # outputs that nobody needs but the layers that read them
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if find(args) is not None or find(tuple(kwargs.values())) is not None:
             with self:
                 return dispatch(_name(func), func, args, kwargs)
-        if _name(func) in AGAIN and not kwargs.get("inplace"):
-            return checkpoint(func, *args, use_reentrant=False, **kwargs)
-        return func(*args, **kwargs)
+        name = _name(func)
+        if kwargs.get("inplace"):
+            return func(*args, **kwargs)
+        if self.watch.store is not None and self.watch.on:
+            out = self.approximate(name, args, kwargs)
+            if out is not None:
+                return out
+        if name in AGAIN:
+            out = checkpoint(func, *args, use_reentrant=False, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if name in NORMS:
+            self.normed.append(out)
+        return out
+
+    def approximate(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
+        """DropIT's way to run a function, if there is one."""
+        bits = self.watch.activation_bits
+        if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
+            return args[0]  # and so the one that a layer reads is the one that was made
+        if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
+            code = code_name(name, args, kwargs)
+            out = Coded.apply(args[0], *_table(code, bits, args[0].device), code)
+            self.alone.append(out)
+            return out
+        if name == "relu" and args[0].requires_grad and not _among(args[0], self.normed):
+            out = SignedReLU.apply(args[0])
+            self.alone.append(out)
+            return out
+        if name in ("linear", "conv1d", "conv2d", "conv3d") and len(args) > 1 and _among(args[0], self.alone):
+            return self.layer(name, args, kwargs)
+        return None
+
+    def layer(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
+        x, weight = args[0], args[1]
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        store, seed = self.watch.store, self.watch.method.seed
+        if not self.watch.wants(weight) or store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
+            return None
+        if name == "linear":
+            return SparseLinear.apply(x, weight, bias, store, seed)
+        settings = _settings(x.ndim - 2, args[3:], kwargs)
+        return None if settings is None else SparseConvolution.apply(x, weight, bias, settings, store, seed)
+
+
+def _given(args: tuple, kwargs: dict, place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _among(x: Tensor, made: list[Tensor]) -> bool:
+    return any([x is t for t in made])
+
+
+@torch.compiler.assume_constant_result
+def _cells(name: str, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    edges, values = codes.cells(name, bits)
+    return tuple(edges.tolist()), tuple(values.tolist())
+
+
+def _table(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    edges, values = _cells(name, bits)
+    return torch.tensor(edges, device=device), torch.tensor(values, device=device)
+
+
+def _settings(dims: int, args: tuple, kwargs: dict) -> tuple | None:
+    """The arguments of a convolution as aten wants them; None where padding is given in words."""
+    given = [1, 0, 1, 1]
+    for i, key in enumerate(("stride", "padding", "dilation", "groups")):
+        given[i] = args[i] if len(args) > i else kwargs.get(key, given[i])
+    if isinstance(given[1], str):
+        return None
+    stride, padding, dilation = ([g] * dims if isinstance(g, int) else list(g) for g in given[:3])
+    return stride, padding, dilation, False, [0] * dims, given[3]

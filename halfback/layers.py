@@ -302,14 +302,16 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
         return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
 
 
+RUN: dict[str, Callable] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+
+
 class Coded(torch.autograd.Function):
     """An activation that remembers a code of its derivative: dx = dy * table[code]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, run: Callable, name: str, bits: int):
-        edges, table = codes.table(name, bits, x.device)
+    def forward(ctx, x: Tensor, edges: Tensor, table: Tensor, name: str):
         ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges), table)
-        return run(x)
+        return RUN[name](x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -319,17 +321,19 @@ class Coded(torch.autograd.Function):
         return kernels.scale_by_code(grad.view(-1), code, table).view(grad.shape), None, None, None
 
 
+def code_name(name: str, args: tuple, kwargs: dict) -> str:
+    """Which table an activation's derivative is coded by."""
+    return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else CODED[plain_name(name)]
+
+
 def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     bits = ledger.within.activation_bits
     x = args[0] if args else kwargs["input"]
     if bits is None or in_place(func, kwargs) or not x.requires_grad:
         return cheap(ledger, func, args, kwargs)
-    name = CODED[plain_name(func.__name__)]
-    if kwargs.get("approximate", "none") == "tanh":
-        name = "gelu_tanh"
-    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    name = code_name(func.__name__, args, kwargs)
     with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):
-        return Coded.apply(x, lambda t: func(t, *args[1:], **rest), name, bits)
+        return Coded.apply(x, *codes.table(name, bits, x.device), name)
 
 
 def seen_through(ledger: Ledger, func: Any, args: tuple, kwargs: dict) -> Any:

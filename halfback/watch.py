@@ -96,6 +96,8 @@ class Watch:
         self.on = True
         self.store = method.store() if isinstance(method, DropIT) else None
         self.calls = 0
+        usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
+        self.parameters = None if usual else [p for n, p in model.named_parameters() if layer_name(n) in self.chosen]
         self._reset()
 
     def _reset(self) -> None:
@@ -130,6 +132,12 @@ class Watch:
         self.calls += 1
         return Plan(self.store, hash((self.method.seed, self.calls)) & 0x7FFFFFFF)
 
+    def wants(self, weight: Tensor) -> bool:
+        """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
+        if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+            return False
+        return self.parameters is None or any([weight is p for p in self.parameters])
+
     def open(self) -> Any:
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
 
@@ -152,7 +160,7 @@ class Watched:
         if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
-            with Marking():
+            with Marking(watch):
                 return self.plain(*args, **kwargs)
         with watch.open() as ledger:
             out = self.plain(*args, **kwargs)

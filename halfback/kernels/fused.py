@@ -219,25 +219,25 @@ def _gather(x, values, at, kept, k, L: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _select_sliced(
-    words, x, values, bits, blocks, k, block,
-    L: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, WHOLE: tl.constexpr, OUTPUT: tl.constexpr,
+    words, x, values, bits, blocks, k,
+    BLOCK: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """words and bits are int32, x and values int16. L: lanes of 32 elements, a power of two that holds the block."""
     row = tl.arange(0, L)
-    valid = row >= 0 if WHOLE else row * 32 < block
+    valid = row * 32 < BLOCK
     for p in range(PER):
         b = (tl.program_id(0) * PER + p).to(tl.int64)
         if b < blocks:
-            e0, o0, e1, o1 = _rows(words + b * (block // 2), row, valid)
+            e0, o0, e1, o1 = _rows(words + b * (BLOCK // 2), row, valid)
             tied, above, need = _threshold(e0, o0, e1, o1, valid, k, L)
             kept, at = _kept(tied, above, need)
-            tl.store(bits + b * (block // 32) + row, kept, mask=valid)
+            tl.store(bits + b * (BLOCK // 32) + row, kept, mask=valid)
             if OUTPUT == "scatter":
                 _scatter(values + b * k, at, kept, e0, o0, e1, o1, L)
             elif OUTPUT == "rounds":
-                _rounds(x + b * block, values + b * k, at, kept, row)
+                _rounds(x + b * BLOCK, values + b * k, at, kept, row)
             else:
-                _gather(x + b * block, values + b * k, at, kept, k, L, K)
+                _gather(x + b * BLOCK, values + b * k, at, kept, k, L, K)
 
 
 # Selection: plain bisection
@@ -310,10 +310,10 @@ def _variant(each: int, size: int) -> dict:
 
 def _sliced(x: Tensor, values: Tensor, bits: Tensor, blocks: int, k: int, block: int, variant: dict) -> None:
     lanes = triton.next_power_of_2(block // 32)
-    per = variant["per_program"]
+    per, output = variant["per_program"], variant["output"]
     _select_sliced[(triton.cdiv(blocks, per),)](
-        x.view(torch.int32), x.view(torch.int16), values.view(torch.int16), bits[: x.numel() // 8].view(torch.int32), blocks, k, block,
-        L=lanes, K=triton.next_power_of_2(k), PER=per, WHOLE=lanes * 32 == block, OUTPUT=variant["output"], num_warps=variant["num_warps"],
+        x.view(torch.int32), x.view(torch.int16), values.view(torch.int16), bits[: x.numel() // 8].view(torch.int32), blocks, k,
+        BLOCK=block, L=lanes, K=triton.next_power_of_2(k) if output == "gather" else 1, PER=per, OUTPUT=output, num_warps=variant["num_warps"],
     )  # fmt: skip
 
 
@@ -330,20 +330,57 @@ def _plain(x: Tensor, values: Tensor, bits: Tensor, block: int, each: int, last:
 
 
 @triton.jit
-def _restore(values, bits, x, n, block, each, BLOCK: tl.constexpr):
-    """Eight elements a lane: one byte of bits, one store of 16 bytes."""
+def _next(values, at, byte, bit: tl.constexpr):
+    """(the element of this bit or 0, where the next stands)."""
+    here = (byte & (1 << bit)) != 0
+    return tl.load(values + at, mask=here, other=0), tl.where(here, at + 1, at)
+
+
+@triton.jit
+def _next_two(values, at, byte, bit: tl.constexpr):
+    a, at = _next(values, at, byte, bit)
+    b, at = _next(values, at, byte, bit + 1)
+    return (a.to(tl.int32) & 0xFFFF) | (b.to(tl.int32) << 16), at
+
+
+@triton.jit
+def _join(a, b, c, d, G: tl.constexpr):
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (G, 4))
+
+
+@triton.jit
+def _restore(
+    values, bits, x, each, left, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr
+):
+    """Eight neighbouring elements a lane: a byte of bits, and stores of 16 bytes. values are integers, x words of 32 bits (HALF: of two
+    elements). SIZE of a block; 0 for one short block, of `left` elements."""
     b = tl.program_id(0).to(tl.int64)
-    size = tl.minimum(n - b * block, block)
+    size = SIZE if SIZE > 0 else left
     g = tl.arange(0, BLOCK // 8)
-    byte = tl.load(bits + b * (block // 8) + g, mask=g * 8 < size, other=0).to(tl.int32)
+    byte = tl.load(bits + b * (SIZE // 8) + g, mask=g * 8 < size, other=0).to(tl.int32)
     number = _ones(byte)
-    before = tl.cumsum(number, 0) - number
-    e = tl.arange(0, 8)[None, :]
-    kept = (byte[:, None] >> e) & 1
-    at = before[:, None] + _ones(byte[:, None] & ((1 << e) - 1))
-    found = tl.load(values + b * each + at, mask=kept != 0, other=0.0)
-    i = g[:, None] * 8 + e
-    tl.store(x + b * block + i, found, mask=i < size)
+    at = tl.cumsum(number, 0) - number
+    values += b * each
+    e = tl.arange(0, 4)[None, :]
+    if HALF:
+        a0, at = _next_two(values, at, byte, 0)
+        a1, at = _next_two(values, at, byte, 2)
+        a2, at = _next_two(values, at, byte, 4)
+        a3, at = _next_two(values, at, byte, 6)
+        i = g[:, None] * 4 + e
+        tl.store(x + b * (SIZE // 2) + i, _join(a0, a1, a2, a3, BLOCK // 8), mask=i < (size + 1) // 2)
+    else:
+        a0, at = _next(values, at, byte, 0)
+        a1, at = _next(values, at, byte, 1)
+        a2, at = _next(values, at, byte, 2)
+        a3, at = _next(values, at, byte, 3)
+        i = g[:, None] * 8 + e
+        tl.store(x + b * SIZE + i, _join(a0, a1, a2, a3, BLOCK // 8), mask=i < size)
+        a0, at = _next(values, at, byte, 4)
+        a1, at = _next(values, at, byte, 5)
+        a2, at = _next(values, at, byte, 6)
+        a3, at = _next(values, at, byte, 7)
+        tl.store(x + b * SIZE + i + 4, _join(a0, a1, a2, a3, BLOCK // 8), mask=i + 4 < size)
 
 
 def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None, num_warps: int | None = None) -> Tensor:
@@ -351,42 +388,59 @@ def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None
         return reference.restore(values, bits, n, keep, block)
     full, each, rest, _ = _keep.counts(keep, n, block)
     size = (n - rest) // full
-    x = values.new_empty(n)
-    padded = max(8, triton.next_power_of_2(size))
-    warps = num_warps or max(1, padded // 1024)
-    _restore[(triton.cdiv(n, size),)](values, bits, x, n, size, each, BLOCK=padded, num_warps=warps)
-    return x
+    words, half = _WORDS[values.dtype], values.dtype.itemsize == 2
+    x = values.new_empty(n + n % 2 if half else n)  # whole words
+    done = full * size if size % 8 == 0 else 0
+
+    def launch(blocks: int, start: int, block: int, exact: bool) -> None:
+        padded = max(8, triton.next_power_of_2(block))
+        _restore[(blocks,)](
+            values[start // size * each :].view(words), bits[start // 8 :], x[start:].view(torch.int32), each, block,
+            SIZE=block if exact else 0, BLOCK=padded, HALF=half, num_warps=num_warps or max(1, padded // 1024),
+        )  # fmt: skip
+
+    if done:
+        launch(full, 0, size, True)
+    if n > done:
+        launch(1, done, n - done, False)
+    return x[:n]
 
 
 @triton.jit
-def _tile(TILE: tl.constexpr):
-    """(first group of eight, groups, elements) of this program: element numbers are (TILE // 8, 8)."""
-    g = tl.program_id(0).to(tl.int64) * (TILE // 8) + tl.arange(0, TILE // 8)
-    return g, g[:, None] * 8 + tl.arange(0, 8)[None, :]
+def _tile(n, TILE: tl.constexpr):
+    """(first element, how many are left from there, groups of eight, elements) of this program. The last two count from the first, in 32 bits.
+    (No minimum in `left`: the compiler would no longer see that it is a multiple of 16, and split the loads.)"""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    g = tl.arange(0, TILE // 8)
+    return first, n - first, g, g[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
 def _pack(x, bits, n, TILE: tl.constexpr):
     """The bits of x > 0, for masks and numbers alike."""
-    g, i = _tile(TILE)
-    positive = tl.load(x + i, mask=i < n, other=0).to(tl.float32) > 0
-    tl.store(bits + g, tl.sum(positive.to(tl.int32) << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=g * 8 < n)
+    first, left, g, i = _tile(n, TILE)
+    positive = tl.load(x + first + i, mask=i < left, other=0).to(tl.float32) > 0
+    byte = tl.sum(positive.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
+    tl.store(bits + first // 8 + g, byte.to(tl.uint8), mask=g * 8 < left)
+
+
+@triton.jit
+def _flags(bits, first, left, g):
+    byte = tl.load(bits + first // 8 + g, mask=g * 8 < left, other=0).to(tl.int32)
+    return ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
 
 
 @triton.jit
 def _unpack(bits, mask, n, TILE: tl.constexpr):
-    g, i = _tile(TILE)
-    byte = tl.load(bits + g, mask=g * 8 < n, other=0).to(tl.int32)
-    tl.store(mask + i, ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1).to(tl.int8), mask=i < n)
+    first, left, g, i = _tile(n, TILE)
+    tl.store(mask + first + i, _flags(bits, first, left, g).to(tl.int8), mask=i < left)
 
 
 @triton.jit
 def _gate(grad, bits, out, scale, n, TILE: tl.constexpr):
-    g, i = _tile(TILE)
-    byte = tl.load(bits + g, mask=g * 8 < n, other=0).to(tl.int32)
-    passes = ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
-    through = tl.load(grad + i, mask=passes & (i < n), other=0).to(tl.float32) * scale
-    tl.store(out + i, tl.where(passes, through, 0.0).to(out.dtype.element_ty), mask=i < n)
+    first, left, g, i = _tile(n, TILE)
+    through = tl.load(grad + first + i, mask=i < left, other=0).to(tl.float32) * scale
+    tl.store(out + first + i, tl.where(_flags(bits, first, left, g), through, 0.0).to(out.dtype.element_ty), mask=i < left)
 
 
 def signs(x: Tensor) -> Tensor:
@@ -446,56 +500,64 @@ def _range(x, inside, TOP: tl.constexpr, TINY: tl.constexpr):
     return tl.where(broken, float("nan"), low), tl.where(broken, float("nan"), step), tl.where(broken, 0.0, inverse), broken
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["salt"])
 def _quantise(
-    x, codes, scales, salt, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr
+    x, codes, scales, salt, m, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * TILE
+    left = n - first
     r = tl.arange(0, TILE // G)
-    i = first + r[:, None] * G + tl.arange(0, G)[None, :]
-    inside = i < n
-    v = tl.load(x + i, mask=inside, other=0).to(tl.float32)
+    i = r[:, None] * G + tl.arange(0, G)[None, :]
+    inside = i < left
+    v = tl.load(x + first + i, mask=inside, other=0).to(tl.float32)
     low, step, inverse, broken = _range(v, inside, 2**BITS - 1, TINY)
-    group = first // G + r
-    tl.store(scales + group * 2, low.to(tl.bfloat16), mask=group * G < n)
-    tl.store(scales + group * 2 + 1, step.to(tl.bfloat16), mask=group * G < n)
+    pair = tl.join(low.to(tl.bfloat16), step.to(tl.bfloat16))
+    tl.store(scales + first // G * 2 + r[:, None] * 2 + tl.arange(0, 2)[None, :], pair, mask=r[:, None] * G < left)
     at = (v - low[:, None]) * inverse[:, None]
     if NOISE:
-        h = _mix(i.to(tl.uint32) * 0x9E3779B1 + salt.to(tl.uint32))
+        h = _mix((first + i).to(tl.uint32) * 0x9E3779B1 + salt.to(tl.uint32))
         at += (h >> 8).to(tl.float32) * 5.9604644775390625e-08
     else:
         at += 0.5
     at = tl.where(inside & ~broken[:, None], at, 0.0)
     code = tl.minimum(tl.maximum(tl.floor(at), 0.0), 2.0**BITS - 1).to(tl.int32)
-    if BITS == 8:
-        tl.store(codes + i, code.to(tl.uint8), mask=inside)
-    else:
-        even, odd = tl.split(tl.reshape(code, (TILE // 2, 2)))
-        j = first // 2 + tl.arange(0, TILE // 2)
-        tl.store(codes + j, (even | (odd << 4)).to(tl.uint8), mask=j * 2 < n)
+    _store_codes(codes, tl.reshape(code, (TILE,)), first, m, TILE, BITS)
 
 
 @triton.jit
-def _codes(codes, first, n, TILE: tl.constexpr, BITS: tl.constexpr):
+def _store_codes(codes, code, first, m, TILE: tl.constexpr, BITS: tl.constexpr):
+    """m is how many bytes all codes take. Codes of elements beyond the last are 0."""
+    if BITS == 8:
+        i = tl.arange(0, TILE)
+        tl.store(codes + first + i, code.to(tl.uint8), mask=i < m - first)
+    else:
+        even, odd = tl.split(tl.reshape(code, (TILE // 2, 2)))
+        j = tl.arange(0, TILE // 2)
+        tl.store(codes + first // 2 + j, (even | (odd << 4)).to(tl.uint8), mask=j < m - first // 2)
+
+
+@triton.jit
+def _codes(codes, first, m, TILE: tl.constexpr, BITS: tl.constexpr):
     """The codes of TILE elements."""
     if BITS == 8:
-        i = first + tl.arange(0, TILE)
-        return tl.load(codes + i, mask=i < n, other=0).to(tl.int32)
-    j = first // 2 + tl.arange(0, TILE // 2)
-    byte = tl.load(codes + j, mask=j * 2 < n, other=0).to(tl.int32)
+        i = tl.arange(0, TILE)
+        return tl.load(codes + first + i, mask=i < m - first, other=0).to(tl.int32)
+    j = tl.arange(0, TILE // 2)
+    byte = tl.load(codes + first // 2 + j, mask=j < m - first // 2, other=0).to(tl.int32)
     return tl.reshape(tl.join(byte & 15, byte >> 4), (TILE,))
 
 
 @triton.jit
-def _dequantise(codes, scales, x, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
+def _dequantise(codes, scales, x, m, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
-    group = first // G + tl.arange(0, TILE // G)
-    low = tl.load(scales + group * 2, mask=group * G < n, other=0).to(tl.float32)
-    step = tl.load(scales + group * 2 + 1, mask=group * G < n, other=0).to(tl.float32)
-    code = tl.reshape(_codes(codes, first, n, TILE, BITS), (TILE // G, G)).to(tl.float32)
-    i = first + tl.arange(0, TILE)
-    v = tl.reshape(code * step[:, None] + low[:, None], (TILE,))
-    tl.store(x + i, v.to(x.dtype.element_ty), mask=i < n)
+    left = n - first
+    r = tl.arange(0, TILE // G)
+    at = scales + first // G * 2 + r * 2
+    low = tl.load(at, mask=r * G < left, other=0).to(tl.float32)
+    step = tl.load(at + 1, mask=r * G < left, other=0).to(tl.float32)
+    code = tl.reshape(_codes(codes, first, m, TILE, BITS), (TILE // G, G)).to(tl.float32)
+    i = r[:, None] * G + tl.arange(0, G)[None, :]
+    tl.store(x + first + i, (code * step[:, None] + low[:, None]).to(x.dtype.element_ty), mask=i < left)
 
 
 def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
@@ -504,13 +566,13 @@ def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) 
     scales = x.new_empty((-(-n // group), 2), dtype=torch.bfloat16)
     salt = 0 if seed is None else _keep.salt(seed)
     options = {"BITS": bits, "G": group, "NOISE": seed is not None, "TINY": TINY}
-    _through(_quantise, n, x, codes, scales, salt, **options, enable_fp_fusion=False)
+    _through(_quantise, n, x, codes, scales, salt, codes.numel(), **options, enable_fp_fusion=False)
     return codes, scales
 
 
 def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> Tensor:
     x = codes.new_empty(n, dtype=dtype)
-    _through(_dequantise, n, codes, scales, x, BITS=bits, G=group, enable_fp_fusion=False)
+    _through(_dequantise, n, codes, scales, x, codes.numel(), BITS=bits, G=group, enable_fp_fusion=False)
     return x
 
 
@@ -518,41 +580,60 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GR
 
 
 @triton.jit
-def _encode(x, edges, codes, n, TILE: tl.constexpr, BITS: tl.constexpr):
-    """Of 15 edges each is asked; of 255 eight, by halving. `not below or at` counts NaN above all, as the reference does."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    i = first + tl.arange(0, TILE)
-    v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
-    cell = tl.zeros((TILE,), tl.int32)
-    if BITS == 4:
-        for e in tl.static_range(15):
-            cell += (~(v <= tl.load(edges + e))).to(tl.int32)
-        even, odd = tl.split(tl.reshape(tl.where(i < n, cell, 0), (TILE // 2, 2)))
-        j = first // 2 + tl.arange(0, TILE // 2)
-        tl.store(codes + j, (even | (odd << 4)).to(tl.uint8), mask=j * 2 < n)
-    else:
-        for s in tl.static_range(8):
-            up = cell + (128 >> s)
-            cell = tl.where(v <= tl.load(edges + up - 1), cell, up)
-        tl.store(codes + i, cell.to(tl.uint8), mask=i < n)
+def _above(v, edge):
+    """Counts NaN above all, as the reference does."""
+    return ~(v <= edge)
 
 
 @triton.jit
-def _scale(grad, codes, table, out, n, TILE: tl.constexpr, BITS: tl.constexpr):
+def _cell16(v, edges):
+    """By halving. The edges are in registers, and a choice among them costs less than asking all 15."""
+    e0, e1, e2, e3, e4 = tl.load(edges), tl.load(edges + 1), tl.load(edges + 2), tl.load(edges + 3), tl.load(edges + 4)
+    e5, e6, e7, e8, e9 = tl.load(edges + 5), tl.load(edges + 6), tl.load(edges + 7), tl.load(edges + 8), tl.load(edges + 9)
+    e10, e11, e12, e13, e14 = tl.load(edges + 10), tl.load(edges + 11), tl.load(edges + 12), tl.load(edges + 13), tl.load(edges + 14)
+    a = _above(v, e7)
+    b = _above(v, tl.where(a, e11, e3))
+    c = _above(v, tl.where(a, tl.where(b, e13, e9), tl.where(b, e5, e1)))
+    upper = tl.where(b, tl.where(c, e14, e12), tl.where(c, e10, e8))
+    lower = tl.where(b, tl.where(c, e6, e4), tl.where(c, e2, e0))
+    d = _above(v, tl.where(a, upper, lower))
+    return tl.where(a, 8, 0) + tl.where(b, 4, 0) + tl.where(c, 2, 0) + tl.where(d, 1, 0)
+
+
+@triton.jit
+def _encode(x, edges, codes, m, n, TILE: tl.constexpr, BITS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
-    i = first + tl.arange(0, TILE)
-    factor = tl.load(table + _codes(codes, first, n, TILE, BITS))
-    tl.store(out + i, (tl.load(grad + i, mask=i < n, other=0).to(tl.float32) * factor).to(out.dtype.element_ty), mask=i < n)
+    left = n - first
+    i = tl.arange(0, TILE)
+    v = tl.load(x + first + i, mask=i < left, other=0).to(tl.float32)
+    if BITS == 4:
+        cell = _cell16(v, edges)
+    else:
+        cell = tl.zeros((TILE,), tl.int32)
+        for s in tl.static_range(8):
+            up = cell + (128 >> s)
+            cell = tl.where(_above(v, tl.load(edges + up - 1)), up, cell)
+    _store_codes(codes, tl.where(i < left, cell, 0), first, m, TILE, BITS)
+
+
+@triton.jit
+def _scale(grad, codes, table, out, m, n, TILE: tl.constexpr, BITS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    left = n - first
+    i = tl.arange(0, TILE)
+    factor = tl.load(table + _codes(codes, first, m, TILE, BITS))
+    g = tl.load(grad + first + i, mask=i < left, other=0).to(tl.float32)
+    tl.store(out + first + i, (g * factor).to(out.dtype.element_ty), mask=i < left)
 
 
 def encode(x: Tensor, edges: Tensor) -> Tensor:
     bits = code_bits(edges.numel() + 1)
     codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
-    _through(_encode, x.numel(), x, edges, codes, BITS=bits)
+    _through(_encode, x.numel(), x, edges, codes, codes.numel(), BITS=bits)
     return codes
 
 
 def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
     out = torch.empty_like(grad)
-    _through(_scale, grad.numel(), grad, codes, table.to(torch.float32), out, BITS=code_bits(table.numel()))
+    _through(_scale, grad.numel(), grad, codes, table.to(torch.float32), out, codes.numel(), BITS=code_bits(table.numel()))
     return out
