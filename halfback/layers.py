@@ -84,7 +84,7 @@ def plain_name(name: str) -> str:
 
 def in_place(func: Callable, kwargs: dict) -> bool:
     name = func.__name__
-    return bool(kwargs.get("inplace")) or (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
+    return "inplace" in kwargs and bool(kwargs["inplace"]) or (name[-1] == "_" and name[:2] != "__") or name[:3] == "__i"
 
 
 def out_of_place(func: Callable, kwargs: dict) -> tuple[Any, dict]:
@@ -98,6 +98,8 @@ def out_of_place(func: Callable, kwargs: dict) -> tuple[Any, dict]:
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = device.type
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
@@ -130,24 +132,29 @@ def _tensor(entry: Entry) -> Tensor:
 def _is_inner(recipe: Recipe, entry: Entry, out: Tensor) -> bool:
     """Did the function save a large value of its own making (a norm that is written out in C++)?"""
     t = _tensor(entry)
-    known = {_key(out), *[use.value.key for use in recipe.uses()]}
+    known = {_key(out), *[use.value.key for use in recipe.uses]}
     return _key(t) not in known and 4 * t.nbytes >= out.nbytes
 
 
 def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
     """Run a function, and note how its output was made."""
-    bound, named = ledger.bind(args), ledger.bind(kwargs)
-    if in_place(func, kwargs) and args and isinstance(args[0], Tensor):
-        exact = ledger.value(args[0]).exact()
+    changing = in_place(func, kwargs)
+    if changing:
+        bound, named = ledger.bind(args), ledger.bind(kwargs)  # as they are before
+        exact = ledger.value(args[0]).exact() if args and isinstance(args[0], Tensor) else None
         if exact is not None:
             exact.own()
     out, saved = ledger.watch(func, args, kwargs)
     if not isinstance(out, Tensor) or "out" in kwargs:
         return out, saved, None
+    if not changing:
+        if not saved and args and isinstance(args[0], Tensor) and _key(out) == _key(args[0]):  # a view, or nothing was done
+            return out, saved, None
+        bound, named = ledger.bind(args), ledger.bind(kwargs)
     again, named = out_of_place(func, named)
     recipe = Recipe(again, bound, named, autocast_state(out.device))
     key, version = _key(out), out._version
-    if again is None or any([use.value.key == key and use.value.version == version for use in recipe.uses()]):  # a view, or out is x
+    if again is None or any([use.value.key == key and use.value.version == version for use in recipe.uses]):
         return out, saved, None
     return out, saved, recipe if ledger.made(out, recipe) is not None else None
 
@@ -207,12 +214,12 @@ def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     if not given["training"]:
         return cheap(ledger, func, args, kwargs)
     x = given["input"]
-    ledger.bind((args, kwargs))
     known = {_key(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
     out, saved = ledger.watch(func, args, kwargs)
     own = [e.tensor for e in saved if e.tensor is not None and e.tensor.shape == x.shape[1:2] and _key(e.tensor) not in known]
     for entry in saved:
-        ledger.settle(entry)
+        if entry.key == _key(x) or entry.key not in known:
+            ledger.settle(entry)  # the rest are the module's own buffers
     if len(own) == 2 and autocast_state(x.device) is None:
         mean, deviation = own
         bound = ledger.bind((x, mean, deviation, given["weight"], given["bias"], given["eps"]))

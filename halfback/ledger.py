@@ -64,48 +64,52 @@ def _laid_out(t: Tensor, shape: Geometry) -> Tensor:
 # What is known of a storage while the model runs. Nothing here keeps a tensor alive.
 
 
-@dataclass(eq=False)
+class Use:
+    """A value as an argument of a function."""
+
+    __slots__ = ("needs_grad", "seen_as", "value")
+
+    def __init__(self, value: Value, seen_as: Geometry, needs_grad: bool):
+        self.value, self.seen_as, self.needs_grad = value, seen_as, needs_grad
+
+
 class Recipe:
     """How a value was made: a function, and arguments in which tensors are `Use`s of other values."""
 
-    func: Callable
-    args: tuple
-    kwargs: dict
-    autocast: tuple[str, torch.dtype] | None = None
+    __slots__ = ("args", "autocast", "func", "kwargs", "uses")
 
-    def uses(self) -> list[Use]:
-        found: list[Use] = []
-        _mapped((self.args, self.kwargs), Use, found.append)
-        return found
-
-
-@dataclass(eq=False, frozen=True)
-class Use:
-    value: Value
-    seen_as: Geometry
-    needs_grad: bool
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, autocast: tuple[str, torch.dtype] | None = None):
+        self.func, self.args, self.kwargs, self.autocast = func, args, kwargs, autocast
+        self.uses: list[Use] = []
+        _mapped((args, kwargs), Use, self.uses.append)
 
 
 class Value:
     """The contents of a storage, from one in-place change of it to the next."""
+
+    __slots__ = ("computed", "exact", "free", "key", "made_as", "nbytes", "recipe", "ref", "storage", "stored", "version")
 
     def __init__(self, t: Tensor, recipe: Recipe | None = None):
         storage = t.untyped_storage()
         self.storage = StorageWeakRef(storage)  # as long as it is here, the key, an address, is not given to another
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
-        self.ref = weakref.ref(t)
+        self.free = _is_parameter(t)
+        self.ref: Any = (lambda: t) if self.free else weakref.ref(t)
         self.version = t._version
-        self.made_as = geometry(t)
+        self.made_as = geometry(t) if recipe is not None else None
         self.recipe = recipe
-        self.free = isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter)
         self.exact: Any = _nothing
         self.computed: Any = _nothing
-        self.stored: dict[Any, Any] = {}
+        self.stored: dict[Any, Any] | None = None
 
     def tensor(self) -> Tensor | None:
         t = self.ref()
         return t if t is not None and t._version == self.version else None
+
+
+def _is_parameter(t: Tensor) -> bool:
+    return type(t) is nn.Parameter or type(t._base) is nn.Parameter
 
 
 def _nothing() -> None:
@@ -145,6 +149,13 @@ class Handed(Shared):
         return self.outer[1](self.packed)
 
 
+def _modified(t: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+        f"{tuple(t.shape)} is at version {t._version}; expected version {version}."
+    )
+
+
 class Exact:
     """A storage, held. Each view that somebody wants of it goes through the hooks that stand outside ours."""
 
@@ -160,7 +171,7 @@ class Exact:
 
     def keep(self, t: Tensor, shape: Geometry) -> None:
         if not self.has(shape):
-            alias = _see(t.detach(), shape)
+            alias = t.detach() if geometry(t) == shape else _see(t.detach(), shape)
             if self.outer:
                 self.handed[shape] = Handed(alias, self.outer)
             else:
@@ -175,10 +186,7 @@ class Exact:
             return self.handed[shape].value()
         t = self.views[shape]
         if t._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                f"{tuple(t.shape)} is at version {t._version}; expected version {self.version}."
-            )
+            raise _modified(t, self.version)
         return t
 
     def own(self) -> None:
@@ -310,12 +318,14 @@ def _filled(tree: Any, leaf: bool = False) -> Any:
 
 
 def _mapped(tree: Any, kind: type, f: Callable) -> Any:
+    """f of everything of a kind in nested tuples, lists and dicts."""
     if isinstance(tree, kind):
         return f(tree)
-    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-        return type(tree)([_mapped(x, kind, f) for x in tree])
-    if type(tree) is dict:
-        return {k: _mapped(v, kind, f) for k, v in tree.items()}
+    container = type(tree)
+    if container is tuple or container is list:
+        return container([_mapped(x, kind, f) for x in tree])
+    if container is dict:
+        return {k: _mapped(v, kind, f) for k, v in tree.items()} if tree else tree
     return tree
 
 
@@ -332,10 +342,11 @@ def _autocast(state: tuple[str, torch.dtype] | None) -> Any:
 class Entry:
     """What stands in the autograd graph for a tensor that was saved."""
 
-    __slots__ = ("__weakref__", "place", "source", "tensor")
+    __slots__ = ("__weakref__", "key", "place", "source", "tensor")
 
-    def __init__(self, t: Tensor):
+    def __init__(self, t: Tensor, key: int):
         self.tensor: Tensor | None = t
+        self.key = key
         self.source: Any = None
         self.place: Any = None
 
@@ -352,14 +363,20 @@ def _unpack(entry: Any) -> Tensor:
 
 
 class Passed:
-    """A tensor that is none of ours to hold otherwise (a subclass): handed on."""
+    """A tensor that nothing is to be gained from (a parameter) or that we do not know (a subclass): held as autograd would."""
+
+    __slots__ = ("held", "outer", "version")
 
     def __init__(self, t: Tensor, outer: Any):
-        self.outer = outer
+        self.outer, self.version = outer, t._version
         self.held = outer[0](t) if outer else t.detach()
 
     def get(self) -> Tensor:
-        return self.outer[1](self.held) if self.outer else self.held
+        if self.outer:
+            return self.outer[1](self.held)
+        if self.held._version != self.version:
+            raise _modified(self.held, self.version)
+        return self.held
 
 
 ORDINARY = (Tensor, nn.Parameter, FakeTensor)
@@ -398,6 +415,9 @@ class Ledger(TorchFunctionMode):
     # The functions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        rule = self.rules(func)
+        if rule is None and not types and self.tell is None:  # most calls: shapes, views, attributes
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if self.within.ledger is not self or not torch.is_grad_enabled() or not self.mine():
             return func(*args, **kwargs)
@@ -407,7 +427,6 @@ class Ledger(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         if self.tell is not None:
             self.tell.called(func, args, kwargs)
-        rule = self.rules(func)
         return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
     def watch(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry]]:
@@ -419,14 +438,17 @@ class Ledger(TorchFunctionMode):
             self.pending = before
 
     def bind(self, tree: Any) -> Any:
-        """Arguments with every tensor replaced by a use of its value, as it is before the call."""
-        return _mapped(tree, Tensor, lambda t: Use(self.value(t), geometry(t), t.requires_grad) if type(t) in ORDINARY else t)
+        """Arguments with every tensor replaced by a use of its value, as it is now."""
+        return _mapped(tree, Tensor, self._use)
+
+    def _use(self, t: Tensor) -> Any:
+        return Use(self.value(t), geometry(t), t.requires_grad) if type(t) in ORDINARY else t
 
     def value(self, t: Tensor) -> Value:
-        key = t.untyped_storage()._cdata
-        value = self.values.get(key)
+        value = self.values.get(t.untyped_storage()._cdata)
         if value is None or value.version != t._version:
-            value = self.values[key] = Value(t)
+            value = Value(t)
+            self.values[value.key] = value
         return value
 
     def made(self, out: Tensor, recipe: Recipe) -> Value | None:
@@ -440,10 +462,10 @@ class Ledger(TorchFunctionMode):
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if type(t) not in ORDINARY or t.is_sparse:
+        if type(t) not in ORDINARY or _is_parameter(t) or t.is_sparse:
             return Passed(t, self.outer)
-        self.value(t)  # of the tensor itself, which lives longer than the entry's alias and knows whether it is a parameter's
-        entry = Entry(t.detach())
+        value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
+        entry = Entry(t.detach(), value.key)
         if self.pending is not None:
             self.pending.append(entry)
         else:
@@ -453,12 +475,12 @@ class Ledger(TorchFunctionMode):
     def settle(self, entry: Entry) -> None:
         """Hold what was saved, exactly."""
         t: Any = entry.tensor
-        value = self.value(t)
+        value, place = self.values[entry.key], geometry(t)
         source = self.source(value, t)
         if isinstance(source, Exact):
             source.saved = True
-            source.keep(t, geometry(t))
-        self.conclude(entry, source, geometry(t), value)
+            source.keep(t, place)
+        self.conclude(entry, source, place, value)
 
     def conclude(self, entry: Entry, source: Any, place: Any, value: Value) -> None:
         entry.settle(source, place)
@@ -484,16 +506,16 @@ class Ledger(TorchFunctionMode):
         return self.hold(value, value.tensor() if t is None else t)
 
     def hold(self, value: Value, t: Tensor | None) -> Exact:
-        assert t is not None
+        assert t is not None, "a value that is gone was to be held"
         exact = Exact(value.version, 0 if value.free else value.nbytes, self.outer)
         exact.keep(t, geometry(t))
         value.exact = weakref.ref(exact)
-        for (offset, numel, dtype), ref in value.stored.items():
+        for (offset, _, dtype), ref in (value.stored or {}).items():
             stored = ref()
             if stored is not None:
-                size, stride = stored.layout.size, stored.layout.stride
-                exact.keep(t, (tuple(size), tuple(stride), offset, dtype))
-                stored.give_way(exact, (tuple(size), tuple(stride), offset, dtype))
+                shape = (tuple(stored.layout.size), tuple(stored.layout.stride), offset, dtype)
+                exact.keep(t, shape)
+                stored.give_way(exact, shape)
         return exact
 
     def compute(self, value: Value) -> Computed:
@@ -527,15 +549,14 @@ class Ledger(TorchFunctionMode):
         return (value.nbytes if value.tensor() is not None else NEVER), 0
 
     def cost(self, recipe: Recipe, depth: int = 0) -> tuple[int, int]:
-        prices = [self.price(use.value, depth) for use in recipe.uses()]
+        prices = [self.price(use.value, depth) for use in recipe.uses]
         return sum([new for new, _ in prices]), sum([passes for _, passes in prices])
 
     def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0) -> None:
         """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store."""
         t: Any = entry.tensor
-        value = self.value(t)
-        key = (t.storage_offset(), t.numel(), t.dtype)
-        held = value.stored.get(key, _nothing)()
+        value = self.values[entry.key]
+        held = (value.stored or {}).get((t.storage_offset(), t.numel(), t.dtype), _nothing)()
         if value.free or value.exact() is not None or value.computed() is not None:
             self.settle(entry)
         elif held is not None and held.store == store:
@@ -555,6 +576,6 @@ class Ledger(TorchFunctionMode):
                 return
             held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate)
         if dense is t:
-            value.stored[t.storage_offset(), t.numel(), t.dtype] = weakref.ref(held)
+            value.stored = {**(value.stored or {}), (t.storage_offset(), t.numel(), t.dtype): weakref.ref(held)}
         self.conclude(entry, held, geometry(dense), value)
 

@@ -1,7 +1,7 @@
 """The kernels: on CUDA the fused ones (Triton), anywhere else the reference that defines them.
 
-Each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on any device.
-Triton is imported by the first call on a CUDA tensor, never before.
+Each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on
+any device. Triton is imported by the first call on a CUDA tensor, never before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "dequantise", "encode", "gate", "pack_bits", "quantise", "restore", "scale_by_code", "select", "signs", "unpack_bits",
+    "GROUP", "code_bits", "dequantise", "encode", "gate", "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select",
+    "signs", "unpack_bits",
 ]  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The kernels in Triton: the same names, signatures and results as reference.py, on CUDA.
 
-Selection. A warp takes a block of 1024 elements of 16 bits, 32 neighbouring ones a lane, and turns them: plane p is a word a lane that holds bit p
-of the lane's 32 elements, as the two steps of a bit-matrix transpose. The k-th largest key is then found from its highest bit down, in
-15 steps whatever the data are: of the elements that still tie, how many have the next bit set? One AND, one population count and one sum over the
-warp answer that for 1024 elements. What is left are two words a lane, the elements above the k-th key and those equal to it, which are the
-bits to store. Counted in the machine code for sm_90, 620 instructions do a block of 1024 (0.6 an element) without shared memory or a barrier;
-bisection by comparing elements takes 950 with the best guesses that we know, and 2,000 without.
+Selection. A warp takes a block of 1024 elements of 16 bits, 32 neighbouring ones a lane, and transposes their bits: plane p is one word a
+lane that holds bit p of the lane's 32 elements. The k-th largest key is then found from its highest bit down, in 15 steps whatever
+the data are: of the elements that still tie, how many have the next bit set? One AND, one population count and one sum over the warp
+answer that for 1024 elements. What is left are two words a lane, the elements above the k-th key and those equal to it: the
+bits to store. In machine code for sm_90 a block takes 380 instructions, and 160 to 240 more to write the values: 17 to 19 an element,
+without shared memory or a barrier. Bisection by comparing elements takes 30 with a good first guess, and 60 without.
 
 Other sizes and dtypes go through plain bisection (`_select_plain`); blocks above 4096, whole tensors, fp64 and blocks that do not end at
 a byte of bits go through the reference.
@@ -14,6 +14,8 @@ NOTE [what Triton wants]
  1. Everything floating is fp32 right after its load: bf16 arithmetic is wrong in Triton's interpreter, which tests these kernels.
  2. Multiplications and additions that are rounded apart in the reference must not be fused: enable_fp_fusion=False.
  3. `_ones` is the well-known sum of bits by halves. The compiler knows it too and makes it one instruction.
+ 4. Offsets inside a program are 32 bits wide and stand behind a base of 64; sizes that align loads are constants. Otherwise addresses
+    cost more than the work, and loads fall apart.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from .. import keep as _keep
 from . import reference
 from .reference import GROUP, TINY, code_bits
 
-# How the selected values are written. `rounds`: each lane writes its first kept element, then its second...: few rounds if few are kept.
-# `scatter`: 32 stores a lane, each of those lanes whose element is kept. `gather`: each lane looks up where the output that it writes comes from.
-# Sparse is what keeps up to a quarter. The one table to edit after measuring (benchmarks/kernels.py).
+# How the selected values are written. `rounds`: each lane writes its first kept element, then its second, and so on; few rounds if few are
+# kept. `scatter`: 32 stores a lane, by the lanes whose element is kept. `gather`: each lane looks up where the output that it writes comes
+# from. Sparse means up to a quarter kept. This is the one table to edit after measuring (benchmarks/kernels.py).
 VARIANTS = {
     "sparse": {"output": "rounds", "per_program": 4, "num_warps": 1},
     "dense": {"output": "scatter", "per_program": 4, "num_warps": 1},
@@ -311,9 +313,10 @@ def _variant(each: int, size: int) -> dict:
 def _sliced(x: Tensor, values: Tensor, bits: Tensor, blocks: int, k: int, block: int, variant: dict) -> None:
     lanes = triton.next_power_of_2(block // 32)
     per, output = variant["per_program"], variant["output"]
+    outputs = triton.next_power_of_2(k) if output == "gather" else 1
     _select_sliced[(triton.cdiv(blocks, per),)](
         x.view(torch.int32), x.view(torch.int16), values.view(torch.int16), bits[: x.numel() // 8].view(torch.int32), blocks, k,
-        BLOCK=block, L=lanes, K=triton.next_power_of_2(k) if output == "gather" else 1, PER=per, OUTPUT=output, num_warps=variant["num_warps"],
+        BLOCK=block, L=lanes, K=outputs, PER=per, OUTPUT=output, num_warps=variant["num_warps"],
     )  # fmt: skip
 
 
@@ -349,9 +352,7 @@ def _join(a, b, c, d, G: tl.constexpr):
 
 
 @triton.jit
-def _restore(
-    values, bits, x, each, left, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr
-):
+def _restore(values, bits, x, each, left, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr):
     """Eight neighbouring elements a lane: a byte of bits, and stores of 16 bytes. values are integers, x words of 32 bits (HALF: of two
     elements). SIZE of a block; 0 for one short block, of `left` elements."""
     b = tl.program_id(0).to(tl.int64)
@@ -408,7 +409,7 @@ def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None
 
 @triton.jit
 def _tile(n, TILE: tl.constexpr):
-    """(first element, how many are left from there, groups of eight, elements) of this program. The last two count from the first, in 32 bits.
+    """(first element, how many are left from there, groups of eight, elements) of this program; the last two count from the first.
     (No minimum in `left`: the compiler would no longer see that it is a multiple of 16, and split the loads.)"""
     first = tl.program_id(0).to(tl.int64) * TILE
     g = tl.arange(0, TILE // 8)
@@ -489,15 +490,17 @@ def _mix(h):
 @triton.jit
 def _range(x, inside, TOP: tl.constexpr, TINY: tl.constexpr):
     """reference._range, along the last axis. Triton's min and max do not hand NaN on."""
-    broken = tl.max((x != x).to(tl.int32), 1) > 0
+    unknown = tl.max((x != x).to(tl.int32), 1) > 0
     word = tl.min(tl.where(inside, x, float("inf")), 1).to(tl.int32, bitcast=True)
     low = ((word + ((word >> 31) & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
+    low = tl.where(unknown, float("nan"), low)
     span = tl.max(tl.where(inside, x, float("-inf")), 1) - low
     word = (span * (1.0 / TOP)).to(tl.int32, bitcast=True)
     step = ((word + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    broken = broken | ~(tl.abs(span) < float("inf"))
+    broken = ~(tl.abs(span) < float("inf"))
+    step = tl.where(broken, float("nan"), step)
     inverse = tl.where(step > TINY, tl.div_rn(1.0, tl.where(step > TINY, step, 1.0)), 0.0)
-    return tl.where(broken, float("nan"), low), tl.where(broken, float("nan"), step), tl.where(broken, 0.0, inverse), broken
+    return low, step, inverse, broken
 
 
 @triton.jit(do_not_specialize=["salt"])

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from .. import keep as _keep
 
-# Measures of the error of dW = dy' x_hat relative to dW stand in quantise().
+# Relative error of dW = dy' x_hat, for a norm's, an attention's and a GELU's output (bytes an element, 4 bits, to the nearest):
+#   low and step, groups of  32  0.625   0.091 0.084 0.068        largest |x| alone, 32  0.563   0.120 0.108 0.152
+#                            64  0.563   0.110 0.099 0.079                           64  0.531   0.141 0.124 0.173
+#                           128  0.531   0.130 0.119 0.089                          128  0.516   0.161 0.146 0.187
+# Low and step in groups of 64 is the better at equal bytes, by far behind a GELU, which uses hardly half of a symmetric range.
+# 8 bits: 0.007 0.006 0.005. By noise instead of to the nearest: 1.4 times as much, without bias.
+# The largest elements in bf16, keep 0.25 (0.625 bytes): 0.44 0.47 0.17.
 GROUP = 64
 TINY = 2.0**-126  # 1 / step would be infinite below
 
