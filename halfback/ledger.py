@@ -578,4 +578,3 @@ class Ledger(TorchFunctionMode):
         if dense is t:
             value.stored = {**(value.stored or {}), (t.storage_offset(), t.numel(), t.dtype): weakref.ref(held)}
         self.conclude(entry, held, geometry(dense), value)
-

@@ -179,7 +179,9 @@ class DropIT(Method):
             if getattr(self, name) not in (None, 4, 8):
                 raise ValueError(f"DropIT(): {name}={getattr(self, name)!r} is none of 4, 8, None.")
         if self.bits is not None and (self.select, self.of) != ("largest", "elements"):
-            raise ValueError(f"DropIT(): bits={self.bits} keeps the whole input, so select={self.select!r} and of={self.of!r} mean nothing.")
+            raise ValueError(
+                f"DropIT(): bits={self.bits} keeps the whole input, so select={self.select!r} and of={self.of!r} mean nothing."
+            )
         if self.stochastic and self.bits is None:
             raise ValueError("DropIT(): stochastic=True rounds the copy that bits=4 or bits=8 keeps; give one of them.")
 

@@ -2,7 +2,8 @@
 
 SBP and SkipTokens reach a model by hooks: one on each chosen block that splits its input and, after the last of a run, one that
 merges its output; one pair on the root that frames a forward. Recompute sets `forward` on the instance of a block, since a hook
-cannot run a forward twice (hooks.py); Lean and DropIT set it on the root and on blocks, to put a ledger around it (watch.py). No class is swapped, no function patched, no name or parameter added.
+cannot run a forward twice (hooks.py); Lean and DropIT set it on the root and on blocks, to put a ledger around it (watch.py). No
+class is swapped, no function patched, no name or parameter added.
 """
 
 from __future__ import annotations
@@ -146,7 +147,9 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         raise ValueError("apply_(): no method given. Pass one, as hb.apply_(model, hb.SBP(keep=0.5)).")
     for m in methods:
         if not isinstance(m, Method):
-            raise TypeError(f"apply_(): {m!r} is no method. Methods: {', '.join(c.__name__ for c in METHODS.values())}, as hb.SBP(keep=0.5).")
+            raise TypeError(
+                f"apply_(): {m!r} is no method. Methods: {', '.join(c.__name__ for c in METHODS.values())}, as hb.SBP(keep=0.5)."
+            )
     kinds = [type(m).__name__ for m in methods]
     if len(set(kinds)) < len(kinds) or {"SBP", "SkipTokens"} <= set(kinds):
         raise ValueError(f"apply_(): {' + '.join(kinds)} cannot be combined: give each method once, and SBP or SkipTokens, not both.")

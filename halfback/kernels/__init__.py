@@ -18,8 +18,8 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "dequantise", "encode", "gate", "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select",
-    "signs", "unpack_bits",
+    "GROUP", "code_bits", "copy_rows", "dequantise", "encode", "gate", "normalise_channels", "normalise_rows", "pack_bits", "quantise",
+    "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
 ]  # fmt: skip
 
 
@@ -91,3 +91,20 @@ def encode(x: Tensor, edges: Tensor) -> Tensor:
 @_operator
 def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
     return _at(grad).scale_by_code(grad, codes, table)
+
+
+@_operator
+def normalise_channels(
+    x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, relu: bool
+) -> Tensor:
+    return _at(x).normalise_channels(x, mean, inverse, weight, bias, residual, relu)
+
+
+@_operator
+def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return _at(x).normalise_rows(x, mean, inverse, weight, bias)
+
+
+@_operator
+def copy_rows(x: Tensor) -> Tensor:
+    return _at(x).copy_rows(x)

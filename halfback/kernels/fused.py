@@ -14,7 +14,8 @@ NOTE [what Triton wants]
  1. Everything floating is fp32 right after its load: bf16 arithmetic is wrong in Triton's interpreter, which tests these kernels.
  2. Multiplications and additions that are rounded apart in the reference must not be fused: enable_fp_fusion=False.
  3. `_ones` is the well-known sum of bits by halves. The compiler knows it too and makes it one instruction.
- 4. Offsets inside a program are 32 bits wide and stand behind a base of 64; sizes that align loads are constants. Otherwise addresses
+ 4. Counts are not specialised: layers differ in them, and would compile anew.
+ 5. Offsets inside a program are 32 bits wide and stand behind a base of 64; sizes that align loads are constants. Otherwise addresses
     cost more than the work, and loads fall apart.
 """
 
@@ -219,7 +220,7 @@ def _gather(x, values, at, kept, k, L: tl.constexpr, K: tl.constexpr):
     tl.store(values + j, tl.load(x + lane * 32 + bit, mask=j < k, other=0), mask=j < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "k"])
 def _select_sliced(
     words, x, values, bits, blocks, k,
     BLOCK: tl.constexpr, L: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, OUTPUT: tl.constexpr,
@@ -258,7 +259,7 @@ def _bisect(key, k):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "block", "each", "last"])
 def _select_plain(x, values, bits, n, block, each, last, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr):
     """A program takes a block; x is its words as integers."""
     b = tl.program_id(0).to(tl.int64)
@@ -351,7 +352,7 @@ def _join(a, b, c, d, G: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (G, 4))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each", "left"])
 def _restore(values, bits, x, each, left, SIZE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr):
     """Eight neighbouring elements a lane: a byte of bits, and stores of 16 bytes. values are integers, x words of 32 bits (HALF: of two
     elements). SIZE of a block; 0 for one short block, of `left` elements."""
@@ -639,4 +640,117 @@ def encode(x: Tensor, edges: Tensor) -> Tensor:
 def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
     out = torch.empty_like(grad)
     _through(_scale, grad.numel(), grad, codes, table.to(torch.float32), out, codes.numel(), BITS=code_bits(table.numel()))
+    return out
+
+
+# Norms, computed again from their statistics: one pass each
+
+
+@triton.jit
+def _affine(x, mean, inverse, weight, bias):
+    return weight * (inverse * (x - mean)) + bias  # in the order of torch's own kernels
+
+
+@triton.jit
+def _normalise_channels(
+    x, mean, inverse, weight, bias, residual, out, rows, columns, channels,
+    LAST: tl.constexpr, JOIN: tl.constexpr, RELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """x as a matrix in memory: (positions, channels) if LAST, else (samples and channels, positions)."""
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    there = (r < rows)[:, None] & (c < columns)[None, :]
+    at = r[:, None] * columns + c[None, :]
+    if LAST:
+        m = tl.load(mean + c, mask=c < columns, other=0).to(tl.float32)[None, :]
+        i = tl.load(inverse + c, mask=c < columns, other=0).to(tl.float32)[None, :]
+        w = tl.load(weight + c, mask=c < columns, other=0).to(tl.float32)[None, :]
+        b = tl.load(bias + c, mask=c < columns, other=0).to(tl.float32)[None, :]
+    else:
+        k = r % channels
+        m = tl.load(mean + k).to(tl.float32)[:, None]
+        i = tl.load(inverse + k).to(tl.float32)[:, None]
+        w = tl.load(weight + k).to(tl.float32)[:, None]
+        b = tl.load(bias + k).to(tl.float32)[:, None]
+    y = _affine(tl.load(x + at, mask=there, other=0).to(tl.float32), m, i, w, b).to(out.dtype.element_ty)
+    if JOIN:
+        y = (y.to(tl.float32) + tl.load(residual + at, mask=there, other=0).to(tl.float32)).to(out.dtype.element_ty)
+    if RELU:
+        y = tl.where(y < 0, 0.0, y)  # NaN stays
+    tl.store(out + at, y, mask=there)
+
+
+@triton.jit
+def _rows_out(
+    x, mean, inverse, weight, bias, out, B, C, xa, xb, ma, mb, rows,
+    NORM: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.arange(0, WIDTH)
+    there = (r < rows)[:, None] & (c < C)[None, :]
+    row, column = r // B, r % B
+    y = tl.load(x + (row * xa + column * xb)[:, None] + c[None, :], mask=there, other=0)
+    if NORM:
+        where = row * ma + column * mb
+        m = tl.load(mean + where, mask=r < rows, other=0).to(tl.float32)[:, None]
+        i = tl.load(inverse + where, mask=r < rows, other=0).to(tl.float32)[:, None]
+        w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)[None, :]
+        b = tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
+        y = _affine(y.to(tl.float32), m, i, w, b).to(out.dtype.element_ty)
+    tl.store(out + r[:, None] * C + c[None, :], y, mask=there)
+
+
+def normalise_channels(
+    x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, relu: bool
+) -> Tensor:
+    last = not x.is_contiguous() and x.transpose(1, -1).is_contiguous() if x.ndim == 3 else _channels_last(x)
+    ordinary = x.dtype in _WORDS and (last or x.is_contiguous()) and x.numel() > 0
+    if not ordinary or (residual is not None and (residual.stride() != x.stride() or residual.dtype != x.dtype)):
+        return reference.normalise_channels(x, mean, inverse, weight, bias, residual, relu)
+    channels = x.shape[1]
+    columns = channels if last else x.numel() // (x.shape[0] * channels)
+    rows = x.numel() // columns
+    wide = min(1024, triton.next_power_of_2(columns))
+    high = max(1, 2048 // wide)
+    weight = torch.ones_like(mean) if weight is None else weight
+    bias = torch.zeros_like(mean) if bias is None else bias
+    out = torch.empty_like(x)
+    _normalise_channels[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
+        x, mean, inverse, weight, bias, x if residual is None else residual, out, rows, columns, channels,
+        LAST=last, JOIN=residual is not None, RELU=relu, R=high, C=wide, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.ndim in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.ndim])
+
+
+WIDEST = 8192  # channels of a row that a program holds
+
+
+def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if x.dtype not in _WORDS or x.stride(2) != 1 or x.shape[2] > WIDEST or x.numel() == 0:
+        return reference.normalise_rows(x, mean, inverse, weight, bias)
+    weight = x.new_ones(x.shape[2]) if weight is None else weight
+    bias = x.new_zeros(x.shape[2]) if bias is None else bias
+    return _launch_rows(x, (mean, inverse, weight, bias), mean.stride())
+
+
+def copy_rows(x: Tensor) -> Tensor:
+    if x.stride(2) != 1 or x.shape[2] > WIDEST or x.numel() == 0:
+        return reference.copy_rows(x)
+    return _launch_rows(x, None, (0, 0))
+
+
+def _launch_rows(x: Tensor, norm: tuple[Tensor, ...] | None, strides: tuple[int, ...]) -> Tensor:
+    a, b, c = x.shape
+    out = torch.empty((a, b, c), dtype=x.dtype, device=x.device)
+    wide = triton.next_power_of_2(c)
+    high = max(1, 2048 // wide)
+    _rows_out[(triton.cdiv(a * b, high),)](
+        x, *(norm or (x, x, x, x)), out, b, c, x.stride(0), x.stride(1), strides[0], strides[1], a * b,
+        NORM=norm is not None, R=high, WIDTH=wide, num_warps=4,
+    )  # fmt: skip
     return out

@@ -157,3 +157,34 @@ def _down(x: Tensor) -> Tensor:
 def _up(x: Tensor) -> Tensor:
     """To the next bf16 at or above, of x >= 0."""
     return ((x.view(torch.int32) + 0xFFFF) & -65536).view(torch.float32)
+
+
+# Norms, computed again from their statistics
+
+
+def normalise_channels(
+    x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, relu: bool
+) -> Tensor:
+    """What a batch norm made of x (N, C, ...), from the mean and inverse deviation (C,) that it found; then + residual; then ReLU. Each
+    step is rounded to x's dtype, as three functions would."""
+    wide = torch.promote_types(x.dtype, mean.dtype)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    factor = inverse.to(wide) if weight is None else inverse.to(wide) * weight
+    shift = -mean * factor if bias is None else bias - mean * factor
+    out = (x * factor.view(shape) + shift.view(shape)).to(x.dtype)
+    if residual is not None:
+        out = out + residual
+    return out.relu() if relu else out
+
+
+def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a layer norm made of the rows of x (A, B, C), from their mean and inverse deviation (A, B); contiguous, whatever x is."""
+    out = (x.to(mean.dtype) - mean[..., None]) * inverse[..., None]
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).contiguous()
+
+
+def copy_rows(x: Tensor) -> Tensor:
+    """x (A, B, C), contiguous."""
+    return x.clone(memory_format=torch.contiguous_format)
