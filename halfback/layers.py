@@ -114,6 +114,8 @@ def _key(t: Tensor) -> int:
 
 
 def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():  # counters, indices, masks
+        return func(*args, **kwargs)
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
     inner = [e for e in saved if _is_inner(recipe, e, out)] if recipe is not None else []
     if inner and recipe is not None and 2 * ledger.cost(recipe)[0] <= sum([_tensor(e).nbytes for e in inner]):
@@ -216,12 +218,13 @@ def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     if not given["training"]:
         return cheap(ledger, func, args, kwargs)
     x = given["input"]
-    known = {_key(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+    buffers = [given["running_mean"], given["running_var"]]
+    ledger.known = {_key(t) for t in buffers if t is not None}
     out, saved = ledger.watch(func, args, kwargs)
-    own = [e.tensor for e in saved if e.tensor is not None and e.tensor.shape == x.shape[1:2] and _key(e.tensor) not in known]
+    ledger.known = frozenset()
+    own = [_tensor(e) for e in saved if _tensor(e).shape == x.shape[1:2] and e.key != _key(x)]
     for entry in saved:
-        if entry.key == _key(x) or entry.key not in known:
-            ledger.settle(entry)  # the rest are the module's own buffers
+        ledger.settle(entry)
     if len(own) == 2 and autocast_state(x.device) is None:
         bound = ledger.bind((x, *own, given["weight"], given["bias"]))
         ledger.made(out, Recipe(kernels.normalise_channels, (*bound, None, False), {}))
@@ -282,10 +285,10 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
         if made is None or made.func is not kernels.normalise_channels or made.args[6]:
             continue
         if name == "relu":
-            return Recipe(made.func, (*made.args[:6], True), {})
+            return Recipe(made.func, (*made.args[:6], True), {}, passes=made.passes + 1)
         other = recipe.args[1 - i] if len(recipe.args) == 2 and not recipe.kwargs else None
         if isinstance(other, Use) and made.args[5] is None and other.seen_as[0] == use.seen_as[0] and other.seen_as[3] == use.seen_as[3]:
-            return Recipe(made.func, (*made.args[:5], other, False), {})
+            return Recipe(made.func, (*made.args[:5], other, False), {}, passes=2)
     return recipe
 
 

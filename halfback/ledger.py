@@ -76,10 +76,11 @@ class Use:
 class Recipe:
     """How a value was made: a function, and arguments in which tensors are `Use`s of other values."""
 
-    __slots__ = ("args", "autocast", "func", "kwargs", "uses")
+    __slots__ = ("args", "autocast", "func", "kwargs", "passes", "uses")
 
-    def __init__(self, func: Callable, args: tuple, kwargs: dict, autocast: tuple[str, torch.dtype] | None = None):
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, autocast: tuple[str, torch.dtype] | None = None, passes: int = 1):
         self.func, self.args, self.kwargs, self.autocast = func, args, kwargs, autocast
+        self.passes = passes  # how many of the model's functions it stands for
         self.uses: list[Use] = []
         _mapped((args, kwargs), Use, self.uses.append)
 
@@ -393,6 +394,7 @@ class Ledger(TorchFunctionMode):
         self.rules, self.within, self.tell = rules, within, tell
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
+        self.known: Any = frozenset()  # storages of buffers, which are there anyway
         self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
 
     @contextlib.contextmanager
@@ -462,7 +464,7 @@ class Ledger(TorchFunctionMode):
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if type(t) not in ORDINARY or _is_parameter(t) or t.is_sparse:
+        if type(t) not in ORDINARY or _is_parameter(t) or t.is_sparse or (self.known and t.untyped_storage()._cdata in self.known):
             return Passed(t, self.outer)
         value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
         entry = Entry(t.detach(), value.key)
@@ -544,8 +546,9 @@ class Ledger(TorchFunctionMode):
             return 0, 0
         if value.recipe is not None and depth < LIMIT:
             new, passes = self.cost(value.recipe, depth + 1)
-            if 2 * new <= value.nbytes and passes + value.nbytes <= LIMIT * value.nbytes:
-                return new, passes + value.nbytes
+            passes += value.recipe.passes * value.nbytes
+            if 2 * new <= value.nbytes and passes <= LIMIT * value.nbytes:
+                return new, passes
         return (value.nbytes if value.tensor() is not None else NEVER), 0
 
     def cost(self, recipe: Recipe, depth: int = 0) -> tuple[int, int]:
@@ -566,11 +569,14 @@ class Ledger(TorchFunctionMode):
 
     def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value) -> None:
         t: Any = entry.tensor
+        new, passes = self.price(value)
+        if passes > 0 and new == 0:
+            self.settle(entry)
+            return
         with torch.no_grad():
             dense = t if is_dense(t) else t.contiguous()
             layout = Layout.of(dense)
             most = store.bytes(layout, axis)
-            new, passes = self.price(value)
             if most >= t.nbytes or (passes > 0 and new <= most):
                 self.settle(entry)
                 return

@@ -10,9 +10,11 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import reference
 from .reference import GROUP, code_bits
@@ -37,10 +39,18 @@ def _at(x: Tensor) -> ModuleType:
 
 
 def _operator(f: Callable) -> Callable:
-    """f as a torch operator. Of fake tensors its outputs are the reference's, whose shapes depend on no data."""
+    """f as a torch operator, for graphs and fake tensors, whose outputs are the reference's: their shapes depend on no data. Called on real
+    tensors it is f itself, which saves the 50 microseconds that an operator in Python costs."""
     op = torch.library.custom_op(f"halfback::{f.__name__}", f, mutates_args=())
     op.register_fake(getattr(reference, f.__name__))
-    return functools.wraps(f)(op)
+
+    @functools.wraps(f)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or type(x) is FakeTensor:
+            return op(x, *args, **kwargs)
+        return f(x, *args, **kwargs)
+
+    return call
 
 
 @_operator

@@ -735,6 +735,8 @@ def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | No
         return reference.normalise_rows(x, mean, inverse, weight, bias)
     weight = x.new_ones(x.shape[2]) if weight is None else weight
     bias = x.new_zeros(x.shape[2]) if bias is None else bias
+    if mean.stride() != inverse.stride():
+        mean, inverse = mean.contiguous(), inverse.contiguous()
     return _launch_rows(x, (mean, inverse, weight, bias), mean.stride())
 
 
