@@ -13,7 +13,7 @@ from .methods import METHODS as KNOWN
 ABOUT = "Train PyTorch models with a fraction of the backward pass."
 EXAMPLES = """\
 examples:
-  halfback compare                                     a small ViT on scanned digits, six ways, about three minutes
+  halfback compare                                     a small ViT on scanned digits, eight ways, about four minutes
   halfback compare --methods "sbp(keep=0.25), sbp(keep=0.5)" --seeds 5
   halfback compare --model timm:vit_tiny_patch16_224 --data images.npz --device cuda
   halfback compare --model mymodel.py:make --epochs 3
@@ -29,9 +29,12 @@ WRITING = f"""\
 methods:
   exact                          plain training; added if it is missing. The first method is what ratios are relative to
   sbp(keep=0.5)                  the backward pass through half of the positions; attention='qkv' holds less still
+  lean                           exact gradients; what is cheap to compute from what is held anyway is not held
+  dropit(keep=0.1)               lean, and weight gradients from sparse inputs where nobody else holds them; activation_bits=4 holds
+                                 less after gelu and silu, whose derivative is then approximate
   recompute                      blocks are computed again in the backward pass instead of held
   skiptokens(keep=0.5)           half of the tokens skip the blocks, which changes the forward in training
-  sbp(keep=0.5)+recompute        both
+  sbp(keep=0.5)+lean             both; any of these can be joined, as sbp(keep=0.5)+recompute, but for skiptokens with sbp
   Known: {", ".join(KNOWN)}. Separate by commas; quote the list for the shell.
 
 """

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, geometry
+from .ledger import Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, changes, geometry
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -74,7 +74,13 @@ def _row(name: str, func: Callable) -> Callable | None:
         return layer
     if plain in CODED:
         return activation
-    return cheap if plain in CHEAP else None
+    if plain in CHEAP:
+        return cheap
+    return as_it_is if changes(func, {}) else None
+
+
+def as_it_is(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
 
 
 def plain_name(name: str) -> str:
@@ -84,14 +90,9 @@ def plain_name(name: str) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
-def in_place(func: Callable, kwargs: dict) -> bool:
-    name = func.__name__
-    return ("inplace" in kwargs and bool(kwargs["inplace"])) or (name[-1] == "_" and name[:2] != "__") or name[:3] == "__i"
-
-
 def out_of_place(func: Callable, kwargs: dict) -> tuple[Any, dict]:
     """The function that computes what an in-place one leaves behind."""
-    if not in_place(func, kwargs):
+    if not changes(func, kwargs):
         return func, kwargs
     if kwargs.get("inplace"):
         return func, {**kwargs, "inplace": False}
@@ -119,9 +120,9 @@ def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
     inner = [e for e in saved if _is_inner(recipe, e, out)] if recipe is not None else []
     if inner and recipe is not None and 2 * ledger.cost(recipe)[0] <= sum([_tensor(e).nbytes for e in inner]):
-        again = Inner(recipe, (), ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
+        again = Inner(recipe, None, ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
-            ledger.conclude(entry, again, saved.index(entry), ledger.value(_tensor(entry)))
+            ledger.conclude(entry, again, entry.place, ledger.value(_tensor(entry)))
     for entry in saved:
         if entry.source is None:
             ledger.settle(entry)
@@ -142,12 +143,9 @@ def _is_inner(recipe: Recipe, entry: Entry, out: Tensor) -> bool:
 
 def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
     """Run a function, and note how its output was made."""
-    changing = in_place(func, kwargs)
+    changing = changes(func, kwargs)
     if changing:
         bound, named = ledger.bind(args), ledger.bind(kwargs)  # as they are before
-        exact = ledger.value(args[0]).exact() if args and isinstance(args[0], Tensor) else None
-        if exact is not None:
-            exact.own()
     out, saved = ledger.watch(func, args, kwargs)
     if not isinstance(out, Tensor) or "out" in kwargs:
         return out, saved, None
@@ -280,7 +278,7 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
         return Recipe(_copied, (recipe.args[0], tuple(out.shape)), {})
     places = {"add": (0, 1), "relu": (0,)}.get(name, ())
     for i in places:
-        use = recipe.args[i] if len(recipe.args) > i else None
+        use: Any = recipe.args[i] if len(recipe.args) > i else None
         made = use.value.recipe if isinstance(use, Use) and use.seen_as == use.value.made_as else None
         if made is None or made.func is not kernels.normalise_channels or made.args[6]:
             continue
@@ -369,7 +367,7 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     value = ledger.value(x)
     layout = Layout.of(x.detach().contiguous())
     free = value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
-    if free or x.ndim < 2 or plan.store.bytes(layout, -1) >= x.nbytes or torch.is_autocast_enabled(x.device.type):
+    if free or x.ndim < 2 or ledger.exceeds(value, plan.store.bytes(layout, -1), x) or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     with ledger.instead_of(x, str(plan.store)):
         return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
@@ -402,7 +400,7 @@ def code_name(name: str, args: tuple, kwargs: dict) -> str:
 def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     bits = ledger.within.activation_bits
     x = args[0] if args else kwargs["input"]
-    if bits is None or in_place(func, kwargs) or not x.requires_grad:
+    if bits is None or changes(func, kwargs) or not x.requires_grad:
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, args, kwargs)
     with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):

@@ -42,7 +42,7 @@ from .stores import Layout, is_dense
 
 LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
 NEVER = 1 << 62
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, stride, offset, dtype
 
 
 def geometry(t: Tensor) -> Geometry:
@@ -165,26 +165,40 @@ class Exact:
         self.outer = outer
         self.views: dict[Geometry, Tensor] = {}
         self.handed: dict[Geometry, Handed] = {}
+        self.all_of_it: Geometry | None = None
         self.saved = False  # by autograd itself, so that nobody may change it
 
     def has(self, shape: Geometry) -> bool:
         return shape in self.views or shape in self.handed
 
+    def reaches(self) -> bool:
+        """Can any view of the storage be had of what is held? Hooks outside need not give back the storage, only the view."""
+        return bool(self.views) or self.all_of_it is not None
+
     def keep(self, t: Tensor, shape: Geometry) -> None:
-        if not self.has(shape):
-            alias = t.detach() if geometry(t) == shape else _see(t.detach(), shape)
-            if self.outer:
-                self.handed[shape] = Handed(alias, self.outer)
-            else:
-                self.views[shape] = alias
+        if self.has(shape):
+            return
+        alias = t.detach() if geometry(t) == shape else _see(t.detach(), shape)
+        if not self.outer:
+            self.views[shape] = alias
+            return
+        self.handed[shape] = Handed(alias, self.outer)
+        if alias.nbytes == alias.untyped_storage().nbytes() and is_dense(alias):
+            self.all_of_it = shape
+
+    def _handed(self, shape: Geometry) -> tuple[Geometry, Handed]:
+        shape = shape if shape in self.handed or self.all_of_it is None else self.all_of_it
+        return shape, self.handed[shape]
 
     def join(self, shape: Geometry) -> None:
         if self.outer:
-            self.handed[shape].users += 1
+            self._handed(shape)[1].users += 1
 
     def get(self, shape: Geometry) -> Tensor:
         if self.outer:
-            return self.handed[shape].value()
+            seen_as, handed = self._handed(shape)
+            t = handed.value()
+            return t if seen_as == shape else _see(_laid_out(t, seen_as), shape)
         t = self.views[shape]
         if t._version != self.version:
             raise _modified(t, self.version)
@@ -205,7 +219,7 @@ class Computed(Shared):
 
     nbytes = 0
 
-    def __init__(self, recipe: Recipe, made_as: Geometry, args: tuple, kwargs: dict):
+    def __init__(self, recipe: Recipe, made_as: Any, args: tuple, kwargs: dict):
         super().__init__()
         self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
 
@@ -359,6 +373,12 @@ class Entry:
         return self.tensor if self.tensor is not None else self.source.get(self.place)
 
 
+def changes(func: Callable, kwargs: dict) -> bool:
+    """Does a function change its first argument in place?"""
+    name = getattr(func, "__name__", "")
+    return (name[-1:] == "_" and (name[:2] != "__" or name[:3] == "__i" or name == "__setitem__")) or bool(kwargs.get("inplace"))
+
+
 def _unpack(entry: Any) -> Tensor:
     return entry.get()
 
@@ -394,6 +414,7 @@ class Ledger(TorchFunctionMode):
         self.rules, self.within, self.tell = rules, within, tell
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
+        self.count = 0  # of what the function that runs has saved
         self.known: Any = frozenset()  # storages of buffers, which are there anyway
         self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
 
@@ -421,6 +442,8 @@ class Ledger(TorchFunctionMode):
         if rule is None and not types and self.tell is None:  # most calls: shapes, views, attributes
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if changes(func, kwargs):
+            self.spare(args)
         if self.within.ledger is not self or not torch.is_grad_enabled() or not self.mine():
             return func(*args, **kwargs)
         for kind in types:
@@ -431,9 +454,17 @@ class Ledger(TorchFunctionMode):
             self.tell.called(func, args, kwargs)
         return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
+    def spare(self, args: tuple) -> None:
+        """Before a tensor is changed in place: see rule 4."""
+        target: Any = args[0] if args else None
+        value = self.values.get(target.untyped_storage()._cdata) if type(target) in ORDINARY else None
+        exact = value.exact() if value is not None else None
+        if exact is not None:
+            exact.own()
+
     def watch(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry]]:
         """Run a function; what it saved waits to be settled."""
-        before, self.pending = self.pending, []
+        before, self.pending, self.count = self.pending, [], 0
         try:
             return func(*args, **kwargs), self.pending
         finally:
@@ -465,9 +496,11 @@ class Ledger(TorchFunctionMode):
 
     def pack(self, t: Tensor) -> Any:
         if type(t) not in ORDINARY or _is_parameter(t) or t.is_sparse or (self.known and t.untyped_storage()._cdata in self.known):
+            self.count += 1
             return Passed(t, self.outer)
         value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
         entry = Entry(t.detach(), value.key)
+        entry.place, self.count = self.count, self.count + 1
         if self.pending is not None:
             self.pending.append(entry)
         else:
@@ -533,7 +566,9 @@ class Ledger(TorchFunctionMode):
         source = self.source(use.value)
         if isinstance(source, Exact) and not source.has(use.seen_as):
             t = use.value.tensor()
-            source.keep(next(iter(source.views.values())) if t is None else t, use.seen_as)
+            t = next(iter(source.views.values()), None) if t is None else t
+            if t is not None:
+                source.keep(t, use.seen_as)
         source.join(use.seen_as)
         return Fill(source, use.seen_as, use.needs_grad)
 
@@ -542,8 +577,9 @@ class Ledger(TorchFunctionMode):
 
     def price(self, value: Value, depth: int = 0) -> tuple[int, int]:
         """What would have to be held for a value, and how much computed, in bytes. (0, 0): it is held."""
-        if value.free or value.exact() is not None:
-            return 0, 0
+        exact = value.exact()
+        if value.free or exact is not None:
+            return (0, 0) if value.free or exact.reaches() or value.tensor() is not None else (NEVER, 0)
         if value.recipe is not None and depth < LIMIT:
             new, passes = self.cost(value.recipe, depth + 1)
             passes += value.recipe.passes * value.nbytes
@@ -567,6 +603,11 @@ class Ledger(TorchFunctionMode):
         else:
             self._compress(entry, store, axis, approximate, seed, value)
 
+    def exceeds(self, value: Value, nbytes: int, t: Tensor) -> bool:
+        """Would a store of so many bytes, with what is stored of the value already (a ReLU's bits), hold as much as t itself?"""
+        stored = [ref() for ref in (value.stored or {}).values()]
+        return nbytes + sum([s.nbytes for s in stored if s is not None]) >= t.nbytes
+
     def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value) -> None:
         t: Any = entry.tensor
         new, passes = self.price(value)
@@ -577,7 +618,7 @@ class Ledger(TorchFunctionMode):
             dense = t if is_dense(t) else t.contiguous()
             layout = Layout.of(dense)
             most = store.bytes(layout, axis)
-            if most >= t.nbytes or (passes > 0 and new <= most):
+            if self.exceeds(value, most, t) or (passes > 0 and new <= most):
                 self.settle(entry)
                 return
             held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .keep import BLOCK, OF, SELECTS
@@ -140,7 +140,7 @@ class Lean(Method):
     """Gradients equal to plain training's, with less held: what one layer holds serves the others, and what is cheap to compute from it
     is computed again."""
 
-    layers: ClassVar[Layers] = "all"
+    layers: Layers = field(default="all", init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
@@ -87,6 +86,11 @@ def choose_layers(model: nn.Module, wanted: Any) -> list[str]:
     return [n for n in usable if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
 
+def seed_of(seed: int, call: int) -> int:
+    """Each call of a layer draws its own numbers."""
+    return (seed * 1_000_003 + call) % 2**31
+
+
 class Watch:
     """What the frames of one model share: whose weights are approximated, and who hears what is held."""
 
@@ -130,7 +134,7 @@ class Watch:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Plan(self.store, hash((self.method.seed, self.calls)) & 0x7FFFFFFF)
+        return Plan(self.store, seed_of(self.method.seed, self.calls))
 
     def wants(self, weight: Tensor) -> bool:
         """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
@@ -148,9 +152,8 @@ class Watched:
     def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
         self.module, self.watch = module, watch
         self.own = own  # a forward that the instance had already
-        functools.update_wrapper(self, type(module).forward if own is None else own, updated=())
-        del self.__wrapped__
-        self.__signature__ = inspect.signature(module.forward)
+        self.__name__ = "forward"
+        self.__signature__ = inspect.signature(module.forward)  # which trainers look at
 
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)

@@ -9,6 +9,7 @@ import pytest
 
 import halfback as hb
 from halfback.cli import main
+from halfback.methods import METHODS
 
 
 def test_python_m_halfback_helps():
@@ -22,6 +23,7 @@ def test_compare_help_names_the_methods_and_the_defaults(capsys):
     said = capsys.readouterr().out
     assert stop.value.code == 0
     assert "sbp(keep=0.5)+recompute" in said and "out/compare" in said and "small-vit" in said
+    assert all(f"\n  {name}" in said for name in METHODS)
 
 
 def test_version(capsys):

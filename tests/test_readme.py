@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import zoo
 
 import halfback as hb
+from halfback.compare import Settings
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
 
 
 def test_the_tables_are_what_the_result_files_say():
@@ -21,22 +30,58 @@ def test_the_tables_are_what_the_result_files_say():
 
 
 def test_results_say_where_they_come_from():
-    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/sbp.jsonl").read_text().splitlines()]
-    for row in rows:
+    files = [f for f in ("sbp.jsonl", "dropit.jsonl") if (RESULTS / f).exists()]
+    for row in [json.loads(line) for f in files for line in (RESULTS / f).read_text().splitlines()]:
         assert {"gpu", "torch", "commit", "date", "seed", "step_ms", "peak_gib"} <= row.keys()
         assert row["commit"] not in ("", "unknown", "working")
-    digits = json.loads((ROOT / "benchmarks/results/compare_digits.json").read_text())
-    assert {"date", "device", "versions", "commit", "settings"} <= digits.keys() and digits["settings"]["seeds"] >= 3
+    for name in ("compare_digits.json", "depth.json"):
+        result = json.loads((RESULTS / name).read_text())
+        assert {"date", "device", "versions", "settings"} <= result.keys()
+        assert result["commit"] and not result["commit"].endswith("-dirty")
+        assert result["settings"].get("seeds", len(result.get("seeds", []))) >= 3
+
+
+def test_the_demo_trains_the_methods_that_the_table_shows():
+    shown = json.loads((RESULTS / "compare_digits.json").read_text())["settings"]
+    assert (shown["methods"], shown["seeds"], shown["epochs"]) == (Settings().methods, Settings().seeds, Settings().epochs)
 
 
 def test_the_readmes_first_lines_run():
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     model, batch = zoo.make("vit", layers=3)
     held = hb.held(model, lambda: zoo.loss(model, batch))
-    exec(
-        block.replace(
-            "hb.remove_(model)", "zoo.loss(model, batch); less = hb.held(model, lambda: zoo.loss(model, batch)); hb.remove_(model)"
-        ),
-        scope := {"model": model, "zoo": zoo, "batch": batch},
-    )
-    assert scope["less"] < held == hb.held(model, lambda: zoo.loss(model, batch))
+    less = []
+
+    def remove_(model):
+        less.append(hb.held(model, lambda: zoo.loss(model, batch)))
+        hb.remove_(model)
+
+    exec(BLOCKS[0].replace("hb.remove_", "remove_"), {"model": model, "remove_": remove_})
+    assert len(less) == 3 and max(less) < held == hb.held(model, lambda: zoo.loss(model, batch))
+
+
+def test_what_you_can_ask_for_runs_and_shows_every_field_with_its_default():
+    model, _ = zoo.make("vit", layers=3)
+    f, x, positions = torch.nn.Linear(4, 4), torch.randn(2, 6, 4), hb.Positions.of([0, 2, 5], (6,))
+    exec(BLOCKS[1], {"hb": hb, "model": model, "f": f, "x": x, "positions": positions})
+    for name in ("SBP", "DropIT"):
+        call = re.search(rf"^hb\.{name}\(\n.*?^\)", BLOCKS[1], re.DOTALL | re.MULTILINE)[0]
+        method = getattr(hb, name)
+        assert eval(call) == method()
+        assert re.findall(r"^    (\w+)=", call, re.MULTILINE) == [field.name for field in dataclasses.fields(method)]
+
+
+def test_tables_of_the_gpu_benchmark_are_made_of_the_rows_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    common = {"model": "ViT-B/16", "batch": 8, "gpu": "a GPU", "torch": "2", "date": "2000-01-01 00:00"}
+    given = {
+        "plain, eager": {"step_ms": 10, "peak_gib": 4},
+        "lean, eager": {"step_ms": 11, "peak_gib": 2, "peak_error": -0.034},
+        "plain": {"step_ms": 8, "peak_gib": 3},
+        "lean": {"step_ms": 8, "peak_gib": 2.4},
+    }
+    lines = [json.dumps({**common, "method": method, **figures}) for method, figures in given.items()]
+    (tmp_path / "dropit.jsonl").write_text("\n".join(lines))
+    made = tables.dropit_table()
+    assert "| **`Lean()`**, exact | 11.0 ms | 2.00 GiB | 1.10 | 0.50 |" in made
+    assert "| **`Lean()`**, exact | 8.0 ms | 2.40 GiB | 1.00 | 0.80 |" in made
+    assert "at most 3.4%" in made and "ResNet" not in made

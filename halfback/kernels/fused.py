@@ -419,10 +419,10 @@ def _tile(n, TILE: tl.constexpr):
 
 @triton.jit
 def _pack(x, bits, n, TILE: tl.constexpr):
-    """The bits of x > 0, for masks and numbers alike."""
+    """The bits of not x <= 0, for masks and numbers alike."""
     first, left, g, i = _tile(n, TILE)
-    positive = tl.load(x + first + i, mask=i < left, other=0).to(tl.float32) > 0
-    byte = tl.sum(positive.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
+    below = tl.load(x + first + i, mask=i < left, other=0).to(tl.float32) <= 0
+    byte = tl.sum((below == 0).to(tl.int32) << tl.arange(0, 8)[None, :], 1)
     tl.store(bits + first // 8 + g, byte.to(tl.uint8), mask=g * 8 < left)
 
 

@@ -55,8 +55,8 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
 
 
 def signs(x: Tensor) -> Tensor:
-    """The bits of x > 0: all that ReLU's backward needs."""
-    return pack_bits(x > 0)
+    """The bits of not x <= 0: all that ReLU's backward needs, which lets gradients through where x is NaN."""
+    return pack_bits(~(x <= 0))
 
 
 def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:

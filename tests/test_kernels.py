@@ -1,0 +1,277 @@
+"""The kernels: what they compute, that the fused ones compute the same, and that they compile for the GPUs they are meant for.
+
+Run as a program under TRITON_INTERPRET=1, this file compares every fused kernel with its reference on a CPU."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from halfback import codes, keep, kernels
+from halfback.kernels import reference
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+KINDS = ("normal", "ties", "nan", "zeros")
+WRITERS = ("scatter", "rounds", "gather")
+
+
+def drawn(n, dtype=torch.float32, kind="normal"):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    if kind == "ties":
+        x = (x * 2).round()
+    elif kind == "zeros":
+        x = (x - 1.5).relu()
+    elif kind == "nan" and n:
+        x[::7] = float("nan")
+        x[1::11] = -float("inf")
+    return x.to(dtype)
+
+
+def equal(a, b):
+    """Bit by bit, NaN included, of tensors or tuples of them."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(equal(u, v) for u, v in zip(a, b, strict=True))
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5))
+
+
+# The definitions
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000])
+def test_bits_are_little_endian_and_come_back(n):
+    mask = drawn(n) > 0
+    bits = kernels.pack_bits(mask)
+    assert (bits.dtype, bits.numel()) == (torch.uint8, -(-n // 8))
+    assert [bool(int(bits[i // 8]) >> (i % 8) & 1) for i in range(n)] == mask.tolist()
+    assert torch.equal(kernels.unpack_bits(bits, n), mask)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+def test_signs_and_gate_are_the_backward_of_relu(dtype):
+    x = drawn(101, dtype).requires_grad_()
+    grad = drawn(102, dtype)[:101]
+    torch.relu(x).backward(grad)
+    assert torch.equal(kernels.gate(grad, kernels.signs(x.detach()), 1.0), x.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "block"), [(0, 8), (1, 8), (100, None), (100, 32), (96, 32), (50, 64), (33, 7)])
+def test_what_is_selected_is_restored(n, block, kind):
+    x = drawn(n, torch.bfloat16, kind)
+    mask = keep.elements(x, 0.3, "largest", block)
+    values, bits = kernels.select(x, 0.3, block)
+    assert equal(values, x[mask])
+    assert torch.equal(kernels.unpack_bits(bits, n), mask)
+    assert equal(kernels.restore(values, bits, n, 0.3, block), torch.where(mask, x, 0))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", codes.ACTIVATIONS)
+def test_a_code_counts_the_edges_below_and_finds_the_derivative(bits, name):
+    x, (edges, values) = drawn(999) * 3, codes.table(name, bits)
+    packed = kernels.encode(x, edges)
+    cells = (x[:, None] > edges).sum(1)
+    assert torch.equal(reference.unpack_codes(packed, 999, bits), cells.to(torch.uint8))
+    assert torch.equal(kernels.scale_by_code(x, packed, values), x * values[cells])
+    slope = torch.from_numpy(codes.derivative(name, x.double().numpy()))
+    assert (values[cells] - slope).square().mean().sqrt() < (0.03 if bits == 4 else 0.003)
+
+
+def test_the_even_code_is_in_the_low_half():
+    edges, _ = codes.table("gelu", 4)
+    assert kernels.encode(torch.tensor([-100.0, 100.0, 100.0]), edges).tolist() == [0xF0, 0x0F]
+
+
+def test_another_number_of_edges_is_named():
+    with pytest.raises(ValueError, match=r"16 or 256 cells \(15 or 255 edges\), found 4. Make them with codes.table"):
+        reference.encode(torch.zeros(3), torch.zeros(3))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_error_of_a_weight_gradient_from_few_bits(bits):
+    x, dy = drawn(512 * 96).view(512, 96), drawn(512 * 64 + 0).view(512, 64)
+    x_hat = kernels.dequantise(*kernels.quantise(x.view(-1), bits), x.numel(), bits).view_as(x)
+    error = (dy.T @ (x_hat - x)).norm() / (dy.T @ x).norm()
+    assert error < (0.12 if bits == 4 else 0.007)
+
+
+# The operators
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_operators_pass_torchs_own_checks(bits):
+    x, (edges, table) = drawn(130), codes.table("silu", bits)
+    values, mask = reference.select(x, 0.2, 32)
+    quantised, packed = reference.quantise(x, bits), reference.encode(x, edges)
+    calls = {
+        "select": (x, 0.2, 32), "restore": (values, mask, 130, 0.2, 32), "pack_bits": (x > 0,), "unpack_bits": (mask, 130), "signs": (x,),
+        "gate": (x, mask, 2.0), "quantise": (x, bits, 64, 5), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
+        "scale_by_code": (x, packed, table),
+    }  # fmt: skip
+    for name, args in calls.items():
+        torch.library.opcheck(getattr(torch.ops.halfback, name), args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_fused_kernels_are_not_imported_on_a_cpu():
+    code = """if True:
+        import sys, torch, halfback
+        from halfback import codes, kernels, stores
+        kernels.restore(*kernels.select(torch.randn(100), 0.1, 32), 100, 0.1, 32)
+        assert "halfback.kernels.fused" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The fused kernels
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits"])
+def test_fused_equals_reference_on_the_gpu(case):
+    globals()[f"compare_{case}"]("cuda")
+
+
+@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits"])
+def test_fused_equals_reference_in_the_interpreter(case):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__, case], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# (n, block, keep): whole blocks, a rest, padded lanes, one short block, several words a lane; the last two go to the reference
+SIZES = [(1024, 1024, 0.1), (600, 256, 0.5), (700, 320, 0.3), (300, 1000, 0.1), (2300, 2048, 0.01), (9, 8, 0.5), (0, 8, 0.1), (30, 7, 0.5)]
+
+
+def compare_select(device):
+    from halfback.kernels import fused
+
+    ways = ("plain", *({"output": writer, "per_program": 2, "num_warps": 1} for writer in WRITERS))
+    for at, (n, block, ratio) in enumerate(SIZES):
+        for dtype in FLOATS:
+            for kind in KINDS if (n, dtype) == (600, torch.bfloat16) else (KINDS[at % 4],):
+                x = drawn(n, dtype, kind).to(device)
+                expected = reference.select(x, ratio, block)
+                for way in {torch.bfloat16: ways, torch.float16: ways[2:3], torch.float32: ways[:1]}[dtype]:
+                    assert equal(fused.select(x, ratio, block, way), expected), (n, block, ratio, dtype, kind, way)
+                assert equal(fused.restore(*expected, n, ratio, block), reference.restore(*expected, n, ratio, block)), (n, block, dtype)
+    odd = drawn(257, torch.bfloat16).to(device)[1:]  # not aligned to 16 bytes
+    assert equal(fused.select(odd, 0.1, 256), reference.select(odd, 0.1, 256))
+
+
+def compare_elementwise(device):
+    from halfback.kernels import fused
+
+    for n in (1, 130, 2100):
+        for dtype in FLOATS:
+            x = drawn(n, dtype, "nan").to(device)
+            mask = x > 0.5
+            bits = reference.pack_bits(mask)
+            assert equal(fused.signs(x), reference.signs(x))
+            assert equal(fused.pack_bits(mask), bits)
+            assert equal(fused.unpack_bits(bits, n), mask)
+            if dtype in _rounded(device):
+                assert equal(fused.gate(x, bits, 1.25), reference.gate(x, bits, 1.25))
+            for width in (4, 8):
+                edges, table = codes.table("gelu", width, device)
+                code = reference.encode(x, edges)
+                assert equal(fused.encode(x, edges), code)
+                if dtype in _rounded(device):
+                    assert equal(fused.scale_by_code(x, code, table), reference.scale_by_code(x, code, table))
+
+
+def compare_few_bits(device):
+    from halfback.kernels import fused
+
+    for n in (1, 65, 2102):
+        for kind in ("normal", "nan", "zeros"):
+            for width in (4, 8):
+                x = drawn(n, FLOATS[n % 3], kind).to(device)
+                for seed in (None, 3, 2**40):
+                    assert equal(fused.quantise(x, width, 64, seed), reference.quantise(x, width, 64, seed)), (n, kind, width, seed)
+                held = reference.quantise(x, width)
+                for dtype in _rounded(device):
+                    assert equal(fused.dequantise(*held, n, width, 64, dtype), reference.dequantise(*held, n, width, 64, dtype))
+
+
+def _rounded(device):
+    """The dtypes to which fp32 is rounded as torch rounds it. (The interpreter cuts bf16.)"""
+    return FLOATS if device == "cuda" else (torch.float16, torch.float32)
+
+
+def compiled(kernel, types, capability, warps=1, **constants):
+    """A kernel for a GPU that need not be here: pointers aligned to 16 bytes, sizes multiples of 16, as large tensors have them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = iter(types.split())
+    signature = {name: "constexpr" if name in constants else next(given) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name][0] == "*" or name in ("n", "m")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("output", WRITERS)
+def test_the_selection_stays_in_registers(capability, output):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    lanes = {"BLOCK": 1024, "L": 32, "K": 128, "PER": 4, "OUTPUT": output}
+    built = compiled(fused._select_sliced, "*i32 *i16 *i16 *i32 i32 i32", capability, **lanes)
+    assert built.metadata.shared == 0
+    code = built.asm["ptx"]
+    assert code.count("ld.global.v4.b32") == 4
+    assert code.count("popc.b32") >= 17  # the idiom was understood
+    assert "bar.sync" not in code
+
+
+@CAPABILITIES
+def test_selection_compiles_for_other_sizes(capability):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    lanes = {"BLOCK": 320, "L": 16, "K": 1, "PER": 2, "OUTPUT": "rounds"}
+    compiled(fused._select_sliced, "*i32 *i16 *i16 *i32 i32 i32", capability, **lanes)
+    for word, magnitude in (("i16", 2**15 - 1), ("i32", 2**31 - 1)):
+        compiled(fused._select_plain, f"*{word} *{word} *u8 i32 i32 i32 i32", capability, warps=2, MAGNITUDE=magnitude, BLOCK=256)
+        half = word == "i16"
+        built = compiled(fused._restore, f"*{word} *u8 *i32 i32 i32", capability, SIZE=1024, BLOCK=1024, HALF=half)
+        assert "st.global.v4.b32" in built.asm["ptx"]
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_others_compile_with_whole_loads(capability, dtype):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    whole = {"TILE": 2048, "warps": 4}
+    built = [
+        compiled(fused._pack, f"*{dtype} *u8 i32", capability, **whole),
+        compiled(fused._gate, f"*{dtype} *u8 *{dtype} fp32 i32", capability, **whole),
+        compiled(fused._encode, f"*{dtype} *fp32 *u8 i32 i32", capability, BITS=4, **whole),
+        compiled(fused._scale, f"*{dtype} *u8 *fp32 *{dtype} i32 i32", capability, BITS=4, **whole),
+        compiled(fused._quantise, f"*{dtype} *u8 *bf16 i64 i32 i32", capability, BITS=4, G=64, NOISE=True, TINY=reference.TINY, **whole),
+        compiled(fused._dequantise, f"*u8 *bf16 *{dtype} i32 i32", capability, BITS=4, G=64, **whole),
+    ]
+    for kernel in built:
+        assert "global.v4.b32" in kernel.asm["ptx"], kernel.metadata.name
+
+
+@CAPABILITIES
+def test_codes_of_a_byte_compile(capability):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    whole = {"TILE": 2048, "warps": 4, "BITS": 8}
+    compiled(fused._unpack, "*u8 *i8 i32", capability, TILE=2048, warps=4)
+    compiled(fused._encode, "*bf16 *fp32 *u8 i32 i32", capability, **whole)
+    compiled(fused._scale, "*bf16 *u8 *fp32 *bf16 i32 i32", capability, **whole)
+    compiled(fused._quantise, "*bf16 *u8 *bf16 i32 i32 i32", capability, G=64, NOISE=False, TINY=reference.TINY, **whole)
+    compiled(fused._dequantise, "*u8 *bf16 *bf16 i32 i32", capability, G=64, **whole)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities in the interpreter
+    globals()[f"compare_{sys.argv[1]}"]("cpu")
