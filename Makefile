@@ -1,5 +1,5 @@
 # make setup   the environment, in .venv        make test   lint, types and tests
-# make demo    a comparison, three minutes      make bench  time and peak on your GPU, and the README's tables
+# make demo    a comparison, four minutes       make bench  time and peak on your GPU, and the README's tables
 # make clean   all of it away
 
 PYTHON ?= python3
@@ -26,6 +26,7 @@ demo: setup
 	$(RUN) $(BIN)/halfback compare
 
 bench: setup
+	$(RUN) $(BIN)/python benchmarks/depth.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/sbp.py
 	$(BIN)/python benchmarks/dropit.py

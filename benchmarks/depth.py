@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import halfback as hb
 from halfback.compare import Settings, accuracy, loss_of, start, steps_per_epoch, surroundings, train_epoch
 from halfback.data import Data, digits
-from halfback.models import small_vit
+from halfback.models import ViT, small_vit
 from halfback.report import rows
 
 METHODS = (
@@ -43,13 +43,13 @@ METHODS = (
 )
 WHEN = ("at initialisation", "after training")
 WHAT = ("input", "weights")
-SHAPE = {"width": 48, "depth": 24, "heads": 3}
+SHAPE: dict[str, Any] = {"width": 48, "depth": 24, "heads": 3}
 TRAINING = Settings(methods="exact", seeds=3, epochs=6, batch=64, lr=1e-3)
 
 Gradients = dict[str, list[Tensor]]  # of WHAT, a vector a block
 
 
-def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
+def gradients(model: ViT, x: Tensor, y: Tensor) -> Gradients:
     """Of one batch; the model is left without gradients."""
     model.zero_grad()  # what training left
     inputs: list[Tensor] = []
@@ -62,9 +62,14 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
     loss_of(model.train(), x, y).backward()
     for hook in hooks:
         hook.remove()
-    weights = [torch.cat([p.grad.flatten() for p in block.parameters() if p.ndim > 1]) for block in model.blocks]
+    weights = [torch.cat([gradient(p) for p in block.parameters() if p.ndim > 1]) for block in model.blocks]
     model.zero_grad()
-    return {"input": [t.grad.flatten() for t in inputs], "weights": weights}
+    return {"input": [gradient(t) for t in inputs], "weights": weights}
+
+
+def gradient(t: Tensor) -> Tensor:
+    assert t.grad is not None
+    return t.grad.flatten()
 
 
 def differences(found: Gradients, exact: Gradients) -> dict[str, dict[str, list[float]]]:
@@ -77,7 +82,7 @@ def differences(found: Gradients, exact: Gradients) -> dict[str, dict[str, list[
     return out
 
 
-def measured(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+def measured(model: ViT, x: Tensor, y: Tensor) -> dict[str, Any]:
     exact = gradients(model, x, y)
     out = {}
     for method in METHODS:

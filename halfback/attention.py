@@ -299,10 +299,11 @@ def multi_head(
 ):  # fmt: skip
     """F.multi_head_attention_forward, for self-attention whose weights nobody asked for. Inputs are (n, B, D)."""
     plain = query is key and key is value and bias_k is None and bias_v is None and static_k is None and static_v is None
-    if not plain or need_weights or add_zero_attn or use_separate_proj_weight or not isinstance(query, Streams) or query.ndim != 3:
+    if not plain or need_weights or add_zero_attn or use_separate_proj_weight or query.ndim != 3:
         return NotImplemented
     n, batch, width = query.shape
-    by_batch = query.kept.stride(1) >= query.kept.stride(0)  # as it lies in memory, nothing has to be moved
+    some = query.kept if isinstance(query, Streams) else query
+    by_batch = some.stride(1) >= some.stride(0)  # as it lies in memory, nothing has to be moved
     x = query.transpose(0, 1) if by_batch else query
     if is_causal and key_padding_mask is None:
         attn_mask = None

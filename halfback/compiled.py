@@ -20,21 +20,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from . import codes, kernels
+from .attention import multi_head
 from .layers import Coded, code_name
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
 
 NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
-# Elementwise functions whose output layers read, and norms without statistics to update. Not add: residual sums would be computed from
-# the first one on.
-AGAIN = frozenset("leaky_relu relu6 elu hardswish mish softplus tanh sigmoid mul div pow square".split()) | {
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "gelu",
-    "silu",
-    "relu",
-}
+# Elementwise functions and copies whose output layers read, and norms without statistics to update. Not add: residual sums would be
+# computed from the first one on.
+AGAIN = frozenset(
+    "layer_norm rms_norm group_norm gelu silu relu leaky_relu relu6 elu hardswish mish softplus tanh sigmoid mul div pow square "
+    "contiguous".split()
+)
 
 
 class SignedReLU(torch.autograd.Function):
@@ -117,12 +114,19 @@ class Marking(TorchFunctionMode):
             with self:
                 return dispatch(_name(func), func, args, kwargs)
         name = _name(func)
+        if name == "multi_head_attention_forward":  # inside which a mode is off
+            with self:
+                out = multi_head(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if kwargs.get("inplace"):
             return func(*args, **kwargs)
         if self.watch.store is not None and self.watch.on:
             out = self.approximate(name, args, kwargs)
             if out is not None:
                 return out
+        if name == "linear" and len(args) > 1 and args[0].ndim > 2 and not args[0].is_contiguous():
+            args = (checkpoint(Tensor.contiguous, args[0], use_reentrant=False), *args[1:])  # which it would do itself, unmarked
         if name in AGAIN:
             out = checkpoint(func, *args, use_reentrant=False, **kwargs)
         else:

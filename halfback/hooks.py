@@ -11,7 +11,6 @@ NOTE [one draw a forward]
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections import OrderedDict
 from typing import Any
@@ -22,13 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from . import ops  # noqa: F401  fills the table
 from .methods import SBP, SkipTokens
-from .notes import LISTENERS, note
+from .notes import listen, note
 from .positions import Positions, draw, keeps, tick
 from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
-_OWNERS = itertools.count(1)
 
 
 class State:
@@ -49,13 +47,12 @@ class State:
         self._reset()
 
     def _reset(self) -> None:
-        self.owner = next(_OWNERS)
+        self.owner = listen(self.report)
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
         self.grid: tuple[int, ...] | None = None
         self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
-        LISTENERS[self.owner] = self.report
 
     def __getstate__(self) -> dict[str, Any]:
         passing = ("owner", "open", "key", "current", "grid", "seen")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
 import torch
 
 LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_OWNERS = itertools.count(1)
+
+
+def listen(report: Any) -> int:
+    """The number under which a report hears."""
+    owner = next(_OWNERS)
+    LISTENERS[owner] = report
+    return owner
 
 
 @torch.compiler.assume_constant_result

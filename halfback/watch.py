@@ -19,6 +19,7 @@ from . import layers
 from .compiled import Marking
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
+from .notes import listen, note
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Row:
     before: int
     after: int
     how: list[str]
+    stored: bool = False  # by a store that approximates
 
     def add(self, how: str) -> None:
         if how not in self.how:
@@ -105,11 +107,12 @@ class Watch:
         self._reset()
 
     def _reset(self) -> None:
+        self.owner = listen(self.report)
         self.ledger: Ledger | None = None
         self.names: dict[int, tuple[Any, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -163,6 +166,7 @@ class Watched:
         if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
+            note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
             with Marking(watch):
                 return self.plain(*args, **kwargs)
         with watch.open() as ledger:
@@ -181,7 +185,10 @@ class Account:
         self.layer = self.function = ""
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
-        self.function = layers.plain_name(getattr(func, "__name__", ""))
+        name = layers.plain_name(getattr(func, "__name__", ""))
+        if name.startswith("__"):  # attributes, indexing
+            return
+        self.function = name
         weights = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and self.watch.name_of(t)]
         if weights:
             self.layer = self.watch.name_of(weights[0])
@@ -201,14 +208,19 @@ class Account:
             if entry is None:
                 continue
             row = rows.setdefault((layer, function), Row(layer, function, 0, 0, []))
+            me = f"{function} {layer}".strip()
             kept = {id(k): k for k in entry.source.leaves() if k.nbytes}  # a parameter has none
             new = [k for key, k in kept.items() if key not in holders]
             if value.nbytes > 1024:  # counts and statistics need no words
-                row.add(what or _how(entry.source, [holders[key] for key in kept if key in holders], bool(new)))
+                others = [holders[key] for key in kept if key in holders]
+                row.add(what or _how(entry.source, [o for o in others if o != me], bool(new) or me in others))
+            row.stored = row.stored or any(isinstance(k, Stored) and k.approximate for k in kept.values())
             row.before += 0 if id(value) in counted else value.nbytes
             row.after += sum(k.nbytes for k in new)
             counted.add(id(value))
-            holders |= {id(k): f"{function} {layer}".strip() for k in new}
+            holders |= {id(k): me for k in new}
+        for row in rows.values():
+            row.how = row.how or ["held"]
         self.watch.report.account(list(rows.values()))
 
 

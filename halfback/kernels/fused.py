@@ -35,7 +35,7 @@ from .reference import GROUP, TINY, code_bits
 # from. Sparse means up to a quarter kept. This is the one table to edit after measuring (benchmarks/kernels.py).
 VARIANTS = {
     "sparse": {"output": "rounds", "per_program": 4, "num_warps": 1},
-    "dense": {"output": "scatter", "per_program": 4, "num_warps": 1},
+    "dense": {"output": "gather", "per_program": 4, "num_warps": 1},
 }
 LARGEST = 4096
 TILE = 2048  # elements a program takes in the kernels that go through a tensor once
