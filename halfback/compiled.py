@@ -6,7 +6,7 @@ function is such a mark, and costs nothing else), and the compiler fuses that wi
 
 DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole. There is no ledger to
 tell who else holds a layer's input, so a store takes it where nobody can: after a ReLU that follows no norm, and after an activation that
-keeps a code of its derivative. In-place activations are left to the compiler.
+keeps a code of its derivative.
 """
 
 from __future__ import annotations
@@ -114,13 +114,21 @@ class Marking(TorchFunctionMode):
             with self:
                 return dispatch(_name(func), func, args, kwargs)
         name = _name(func)
+        if name in ("add_", "__iadd__", "sub_", "mul_", "__isub__", "__imul__"):  # it is what the norm made no more
+            self.normed = [t for t in self.normed if t is not args[0]]
         if name == "multi_head_attention_forward":  # inside which a mode is off
             with self:
                 out = multi_head(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         if kwargs.get("inplace"):
-            return func(*args, **kwargs)
+            if name not in AGAIN:
+                return func(*args, **kwargs)
+            # What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked.
+            with self:
+                out = func(*args, **{**kwargs, "inplace": False})
+            args[0].copy_(out)
+            return out
         if self.watch.store is not None and self.watch.on:
             out = self.approximate(name, args, kwargs)
             if out is not None:

@@ -3,6 +3,7 @@
     CHEAP        elementwise functions, casts, copies, norms: their output may be computed again           exact
     relu         its output: one bit an element says where it was positive                                 exact
     dropout      its noise: one bit an element                                                             exact
+    pooling      of its input the shape alone, of indices 32 bits                                          exact
     batch_norm   its output from its input and the batch's mean and deviation, in one pass                 exact
     layers       linear, convolutions, addmm and matmul with a weight: their input, for the weight's gradient alone
                  dx = dy W                 exact
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, changes, geometry
+from .ledger import SMALL, Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, changes, geometry
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -39,6 +40,7 @@ CHEAP = frozenset(
     "layer_norm rms_norm group_norm instance_norm".split()
 )
 SIGNS = frozenset("relu leaky_relu".split())
+POOLINGS = frozenset(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for n in (1, 2, 3))
 # where the input and the weight stand among the arguments, and which axis of the input has the channels
 LAYERS = {"linear": (0, 1, -1), "addmm": (1, 2, -1), "matmul": (0, 1, -1), "mm": (0, 1, -1)}
 LAYERS |= {name: (0, 1, 1) for name in ("conv1d", "conv2d", "conv3d")}
@@ -70,6 +72,8 @@ def _row(name: str, func: Callable) -> Callable | None:
         return layer_norm
     if plain in SIGNS:
         return signs
+    if plain in POOLINGS:
+        return pooling
     if plain in LAYERS:
         return layer
     if plain in CODED:
@@ -208,6 +212,35 @@ def dropout(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _dropped(x: Tensor, noise: Tensor, scale: float) -> Tensor:
     return torch.ops.aten.native_dropout_backward(x, noise, scale) if noise.dtype == torch.bool else x * noise
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Places in a feature map: 32 bits are enough."""
+
+    def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> tuple[Tensor, ...]:
+        return (flat(x).to(torch.int32),)
+
+    def restore(self, held: tuple[Tensor, ...], layout: Layout) -> Tensor:
+        return layout.of_flat(held[0].to(layout.dtype))
+
+    def bytes(self, layout: Layout, axis: int = -1) -> int:
+        return 4 * layout.n
+
+
+def pooling(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Its backward asks the input for nothing but its shape."""
+    out, saved = ledger.watch(func, args, kwargs)
+    inputs = {_key(t) for t in (*args[:1], *kwargs.values()) if isinstance(t, Tensor)}
+    for entry in saved:
+        t = _tensor(entry)
+        if entry.key in inputs:
+            ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
+        elif t.dtype == torch.int64 and isinstance(out, Tensor):
+            ledger.store(entry, Indices(), -1, approximate=False)
+        else:
+            ledger.settle(entry)
+    return out
 
 
 def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -366,7 +399,8 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     """Exact where the input is held, or can be computed, anyway."""
     value = ledger.value(x)
     layout = Layout.of(x.detach().contiguous())
-    free = value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
+    small = SMALL * x.nbytes < ledger.total
+    free = small or value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
     if free or x.ndim < 2 or ledger.exceeds(value, plan.store.bytes(layout, -1), x) or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     with ledger.instead_of(x, str(plan.store)):

@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from .stores import Layout, is_dense
 
+SMALL = 256  # a layer's input of less than this part of all that was saved before it is not worth an approximation
 LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
 NEVER = 1 << 62
 Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, stride, offset, dtype
@@ -299,7 +300,7 @@ class Stored:
 
 
 class Blank:
-    """Only its shape is needed: a convolution whose weight is frozen asks its input for nothing else."""
+    """Only its shape is needed: pooling, or a convolution whose weight is frozen, asks its input for nothing else."""
 
     def __init__(self, t: Tensor):
         self.device = t.device
@@ -415,6 +416,7 @@ class Ledger(TorchFunctionMode):
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
         self.count = 0  # of what the function that runs has saved
+        self.total = 0  # bytes of all that was saved so far
         self.known: Any = frozenset()  # storages of buffers, which are there anyway
         self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
 
@@ -519,6 +521,7 @@ class Ledger(TorchFunctionMode):
 
     def conclude(self, entry: Entry, source: Any, place: Any, value: Value) -> None:
         entry.settle(source, place)
+        self.total += value.nbytes
         if self.tell is not None and not value.free:
             self.tell.saved(entry, *(self.stands_for or (value, "")))
 
@@ -611,7 +614,7 @@ class Ledger(TorchFunctionMode):
     def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value) -> None:
         t: Any = entry.tensor
         new, passes = self.price(value)
-        if passes > 0 and new == 0:
+        if (passes > 0 and new == 0) or (approximate and SMALL * t.nbytes < self.total):
             self.settle(entry)
             return
         with torch.no_grad():

@@ -107,9 +107,8 @@ class Report:
             return [*lines, "  what is held, layer by layer: known after the first training step"]
         if self.approximated:
             stored = list(dict.fromkeys(r.layer for r in self.rows if r.stored))
-            lines.append(
-                f"  weight gradients from stores in {len(stored)} of {len(self.approximated)} layers: {_range(stored) or 'others hold all inputs'}"
-            )
+            where = _range(stored) or "others hold all inputs"
+            lines.append(f"  weight gradients from stores in {len(stored)} of {len(self.approximated)} layers: {where}")
         share = self.after / max(1, self.before)
         lines.append(f"  held for backward: {_mib(self.before)} -> {_mib(self.after)} ({share:.2f}); report.table() says by whom")
         ways: dict[str, list[Row]] = {}

@@ -231,7 +231,7 @@ def _how(source: Any, holders: Sequence[str], new: bool) -> str:
     if isinstance(source, Exact):
         return "held" if new else f"held for {others}"
     if isinstance(source, Blank):
-        return "not held: its weight is frozen"
+        return "not held: only its shape is needed"
     return f"computed again from what is held for {others}" if others and not new else "computed again from what is held for that"
 
 

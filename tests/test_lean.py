@@ -235,7 +235,36 @@ def test_a_convolution_with_a_frozen_weight_holds_no_input():
     found = [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert before - hb.held(model, lambda: model(x).sum()) == 4 * 2 * 8 * 30 * 30
-    assert "not held: its weight is frozen" in report.table()
+    assert "not held: only its shape is needed" in report.table()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, 2, 1),
+        nn.AvgPool2d(3, 2, 1),
+        nn.AdaptiveAvgPool2d(4),
+        nn.AdaptiveMaxPool2d(4),
+        nn.AdaptiveAvgPool2d(1),
+    ],
+)
+def test_pooling_holds_a_shape(pool, layout):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), pool).to(memory_format=layout).train()
+    x = torch.randn(2, 3, 18, 18).to(memory_format=layout).requires_grad_()
+    (model(x) ** 2).sum().backward()
+    wanted = [x.grad.clone(), model[0].weight.grad.clone()]
+    before = hb.held(model, lambda: model(x).sum())
+    hb.apply_(model, hb.Lean())
+    x.grad = None
+    model.zero_grad()
+    (model(x) ** 2).sum().backward()
+    assert torch.equal(x.grad, wanted[0]) and torch.equal(model[0].weight.grad, wanted[1])
+    left = hb.held(model, lambda: model(x).sum())
+    assert left < before or isinstance(pool, nn.AdaptiveAvgPool2d)
+    assert left - 4 * x.numel() <= 4 * model(x).numel(), "the input of the convolution, and indices of 32 bits"
 
 
 def test_frozen_linear_layers_and_adapters():
