@@ -37,6 +37,17 @@ def main():
             for k, p in model.named_parameters():
                 mean = sum(w[k] for w in wanted) / world
                 assert torch.allclose(p.grad, mean, atol=1e-6), (mode, options, k)
+    for text in ("lean", "dropit(keep=0.3)", "sbp(layers='all')+lean"):
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            plain, batch = zoo.make("gpt2", layers=3)
+            model = zoo.make("gpt2", layers=3)[0]
+            for m in (plain, model):
+                hb.apply_(m, *hb.parse(text.replace("sbp(", "sbp(sampler='fixed', ")))
+            zoo.loss(plain, batch).backward()
+            wrapped = DDP(model, **options)
+            zoo.loss(wrapped, batch).backward()
+            for (k, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(p.grad, q.grad, atol=1e-6), (text, options, k)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
