@@ -8,7 +8,7 @@
     Channels   the kept channels and their index               keep * size + 4 C keep
     Rows       the kept rows and their index                   keep * size + 4 N keep
     FewBits    all elements, in 4 or 8 bits, scaled by groups  n * (bits + 32 / group) / 8
-    Signs      one bit an element: x > 0                       n / 8
+    Signs      one bit an element: not x <= 0                  n / 8
 
 Shapes: n elements, C channels, N rows (all axes but the channel axis).
 

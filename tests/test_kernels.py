@@ -130,12 +130,12 @@ def test_the_fused_kernels_are_not_imported_on_a_cpu():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits"])
+@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits", "norms"])
 def test_fused_equals_reference_on_the_gpu(case):
     globals()[f"compare_{case}"]("cuda")
 
 
-@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits"])
+@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits", "norms"])
 def test_fused_equals_reference_in_the_interpreter(case):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -196,6 +196,34 @@ def compare_few_bits(device):
                 held = reference.quantise(x, width)
                 for dtype in _rounded(device):
                     assert equal(fused.dequantise(*held, n, width, 64, dtype), reference.dequantise(*held, n, width, 64, dtype))
+
+
+def compare_norms(device):
+    from halfback.kernels import fused
+
+    def close(a, b):
+        return a.stride() == b.stride() and torch.allclose(a.float(), b.float(), rtol=2e-2 if a.dtype in HALVES else 1e-5, atol=1e-5)
+
+    for dtype in _rounded(device):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, other = (drawn(2 * 24 * 5 * 7 + i, dtype)[i:].view(2, 24, 5, 7).to(device).contiguous(memory_format=layout) for i in (0, 1))
+            mean, inverse = drawn(24).to(device), drawn(24).abs().to(device) + 0.5
+            weight, bias = drawn(24, dtype).to(device), drawn(25, dtype).to(device)[:24]
+            for affine in ((weight, bias), (None, None)):
+                for residual in (None, other):
+                    for relu in (False, True):
+                        args = (x, mean, inverse, *affine, residual, relu)
+                        assert close(fused.normalise_channels(*args), reference.normalise_channels(*args)), (dtype, layout, relu)
+        x = drawn(5 * 7 * 48, dtype).view(5, 7, 48).to(device)
+        mean, inverse = drawn(35).view(5, 7).to(device), drawn(36)[1:].view(5, 7).abs().to(device)
+        weight, bias = drawn(48, dtype).to(device), drawn(49, dtype).to(device)[:48]
+        for swap in (False, True):
+            turned = [t.transpose(0, 1) if swap else t for t in (x, mean, inverse)]
+            for affine in ((weight, bias), (None, None)):
+                assert close(fused.normalise_rows(*turned, *affine), reference.normalise_rows(*turned, *affine))
+            assert equal(fused.copy_rows(turned[0]), reference.copy_rows(turned[0]))
+        uneven = (x.transpose(0, 1), mean.T.contiguous(), inverse.T, weight, bias)
+        assert close(fused.normalise_rows(*uneven), reference.normalise_rows(*uneven))
 
 
 def _rounded(device):
@@ -259,6 +287,31 @@ def test_the_others_compile_with_whole_loads(capability, dtype):
     ]
     for kernel in built:
         assert "global.v4.b32" in kernel.asm["ptx"], kernel.metadata.name
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_norms_compile(capability, dtype):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    for last in (True, False):
+        types = f"*{dtype} *fp32 *fp32 *{dtype} *{dtype} *{dtype} *{dtype} i32 i32 i32"
+        compiled(fused._normalise_channels, types, capability, warps=4, LAST=last, JOIN=True, RELU=True, R=8, C=256)
+    types = f"*{dtype} *fp32 *fp32 *{dtype} *{dtype} *{dtype} i32 i32 i32 i32 i32 i32 i32"
+    for norm in (True, False):
+        compiled(fused._rows_out, types, capability, warps=4, NORM=norm, R=2, WIDTH=1024)
+
+
+def test_norms_are_what_torch_makes():
+    x = drawn(4 * 6 * 5 * 5).view(4, 6, 5, 5)
+    weight, bias = drawn(6), drawn(7)[:6]
+    out, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    assert torch.allclose(kernels.normalise_channels(x, mean, inverse, weight, bias, None, False), out, atol=1e-6)
+    joined = kernels.normalise_channels(x, mean, inverse, weight, bias, x, True)
+    assert torch.allclose(joined, torch.relu(out + x), atol=1e-6)
+    rows = x.view(4, 6, 25)
+    weight, bias = drawn(25), drawn(26)[:25]
+    out, mean, inverse = torch.native_layer_norm(rows, (25,), weight, bias, 1e-5)
+    assert torch.allclose(kernels.normalise_rows(rows, mean[..., 0], inverse[..., 0], weight, bias), out, atol=1e-6)
 
 
 @CAPABILITIES

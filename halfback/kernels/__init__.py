@@ -41,14 +41,20 @@ def _at(x: Tensor) -> ModuleType:
 def _operator(f: Callable) -> Callable:
     """f as a torch operator, for graphs and fake tensors, whose outputs are the reference's: their shapes depend on no data. Called on real
     tensors it is f itself, which saves the 50 microseconds that an operator in Python costs."""
-    op = torch.library.custom_op(f"halfback::{f.__name__}", f, mutates_args=())
+
+    @functools.wraps(f)
+    def there(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():  # Triton launches on the current one
+            with torch.cuda.device(x.device):
+                return f(x, *args, **kwargs)
+        return f(x, *args, **kwargs)
+
+    op = torch.library.custom_op(f"halfback::{f.__name__}", there, mutates_args=())
     op.register_fake(getattr(reference, f.__name__))
 
     @functools.wraps(f)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or type(x) is FakeTensor:
-            return op(x, *args, **kwargs)
-        return f(x, *args, **kwargs)
+        return (op if torch.compiler.is_compiling() or type(x) is FakeTensor else there)(x, *args, **kwargs)
 
     return call
 
