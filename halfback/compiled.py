@@ -6,7 +6,7 @@ function is such a mark, and costs nothing else), and the compiler fuses that wi
 
 DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole. There is no ledger to
 tell who else holds a layer's input, so a store takes it where nobody can: after a ReLU that follows no norm, and after an activation that
-keeps a code of its derivative.
+keeps a code of its derivative. Random selections are left exact: a graph would draw the same ones in every step.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ class Marking(TorchFunctionMode):
     def approximate(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
         """DropIT's way to run a function, if there is one."""
         bits = self.watch.activation_bits
+        if not args:
+            return None
         if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
@@ -165,7 +167,7 @@ class Marking(TorchFunctionMode):
         x, weight = args[0], args[1]
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
         store, seed = self.watch.store, self.watch.method.seed
-        if not self.watch.wants(weight) or store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
+        if self.watch.draws() or not self.watch.wants(weight) or store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
             return None
         if name == "linear":
             return SparseLinear.apply(x, weight, bias, store, seed)

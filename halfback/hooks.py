@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -346,15 +347,33 @@ def _keep_attention():
     return create_selective_checkpoint_contexts(_policy)
 
 
-class Recomputed:
-    """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
+class Standin:
+    """A forward that stands before a module's own. It does not keep the module alive, which keeps it: no cycle."""
 
     def __init__(self, module: nn.Module, own: Any = None):
-        self.module = module
+        self._module = weakref.ref(module)
         self.own = own  # a forward that the instance had already
+        self.__name__ = "forward"
+        self.__signature__ = inspect.signature(module.forward)  # which trainers look at
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "its forward outlived a module"
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_module": weakref.ref(state["_module"])})
 
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Recomputed(Standin):
+    """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
     def __call__(self, *args, **kwargs):
         if not (self.module.training and torch.is_grad_enabled()):

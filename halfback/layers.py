@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import SMALL, Blank, Entry, Fill, Inner, Ledger, Recipe, Stored, Use, changes, geometry
+from .ledger import SMALL, Blank, Entry, Fill, Inner, Ledger, Recipe, Row, Stored, Use, changes, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -37,7 +37,7 @@ CHEAP = frozenset(
     "add sub rsub mul div true_divide neg pow square sqrt rsqrt reciprocal exp log sin cos tanh sigmoid erf abs clamp clamp_min clamp_max "
     "where masked_fill addcmul lerp relu6 hardtanh hardswish hardsigmoid elu selu celu gelu silu mish softplus softsign logsigmoid "
     "threshold glu to float half bfloat16 double type type_as contiguous clone reshape flatten repeat_interleave cat "
-    "layer_norm rms_norm group_norm instance_norm".split()
+    "layer_norm rms_norm group_norm".split()
 )
 SIGNS = frozenset("relu leaky_relu".split())
 POOLINGS = frozenset(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for n in (1, 2, 3))
@@ -51,12 +51,13 @@ OPERATORS |= {f"__{prefix}truediv__": "div" for prefix in ("", "r", "i")} | {"__
 _ROWS: dict[Callable, Any] = {}
 
 
-def rules(func: Callable) -> Callable | None:
+def rules(func: Callable) -> Row | None:
     """The row of a torch function."""
     try:
         return _ROWS[func]
     except KeyError:
-        row = _ROWS[func] = _row(getattr(func, "__name__", ""), func)
+        run = _row(getattr(func, "__name__", ""), func)
+        row = _ROWS[func] = None if run is None else Row(run, run in (cheap, signs, activation))
         return row
 
 
@@ -119,11 +120,11 @@ def _key(t: Tensor) -> int:
 
 
 def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():  # counters, indices, masks
+    if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():  # counters, indices, masks, complex numbers
         return func(*args, **kwargs)
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
     inner = [e for e in saved if _is_inner(recipe, e, out)] if recipe is not None else []
-    if inner and recipe is not None and 2 * ledger.cost(recipe)[0] <= sum([_tensor(e).nbytes for e in inner]):
+    if inner and recipe is not None and 2 * ledger.cost(ledger.value(out))[0] <= sum([_tensor(e).nbytes for e in inner]):
         again = Inner(recipe, None, ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
             ledger.conclude(entry, again, entry.place, ledger.value(_tensor(entry)))
@@ -151,13 +152,15 @@ def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tupl
     if changing:
         bound, named = ledger.bind(args), ledger.bind(kwargs)  # as they are before
     out, saved = ledger.watch(func, args, kwargs)
-    if not isinstance(out, Tensor) or "out" in kwargs:
+    if not ordinary(out) or "out" in kwargs:
         return out, saved, None
     if not changing:
-        if not saved and args and isinstance(args[0], Tensor) and _key(out) == _key(args[0]):  # a view, or nothing was done
+        if not saved and args and ordinary(args[0]) and _key(out) == _key(args[0]):  # a view, or nothing was done
             return out, saved, None
         bound, named = ledger.bind(args), ledger.bind(kwargs)
     again, named = out_of_place(func, named)
+    if any([isinstance(t, Tensor) for t in (*bound, *named.values())]):  # one that is not ordinary
+        return out, saved, None
     recipe = _shorter(plain_name(func.__name__), Recipe(again, bound, named, autocast_state(out.device)), out)
     key, version = _key(out), out._version
     if again is None or any([use.value.key == key and use.value.version == version for use in recipe.uses]):
@@ -191,7 +194,7 @@ def dropout(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     names = ("input", "p", "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     x, p = given["input"], given["p"]
-    if not given["training"] or given["inplace"] or not 0 < p < 1 or not x.requires_grad:
+    if not given["training"] or given["inplace"] or not 0 < p < 1 or not x.requires_grad or not ordinary(x):
         return func(*args, **kwargs)
     use = ledger.bind(x)
     out, saved = ledger.watch(func, args, kwargs)
@@ -231,7 +234,7 @@ class Indices:
 def pooling(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Its backward asks the input for nothing but its shape."""
     out, saved = ledger.watch(func, args, kwargs)
-    inputs = {_key(t) for t in (*args[:1], *kwargs.values()) if isinstance(t, Tensor)}
+    inputs = {_key(t) for t in (*args[:1], *kwargs.values()) if ordinary(t)}
     for entry in saved:
         t = _tensor(entry)
         if entry.key in inputs:
@@ -246,19 +249,37 @@ def pooling(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
 def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = dict.fromkeys(names) | {"training": False, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
-    if not given["training"]:
-        return cheap(ledger, func, args, kwargs)
     x = given["input"]
+    if not given["training"]:
+        return _evaluated(ledger, func, args, kwargs, given)
     buffers = [given["running_mean"], given["running_var"]]
     ledger.known = {_key(t) for t in buffers if t is not None}
-    out, saved = ledger.watch(func, args, kwargs)
-    ledger.known = frozenset()
+    try:
+        out, saved = ledger.watch(func, args, kwargs)
+    finally:
+        ledger.known = frozenset()
     own = [_tensor(e) for e in saved if _tensor(e).shape == x.shape[1:2] and e.key != _key(x)]
     for entry in saved:
         ledger.settle(entry)
-    if len(own) == 2 and autocast_state(x.device) is None:
-        bound = ledger.bind((x, *own, given["weight"], given["bias"]))
-        ledger.made(out, Recipe(kernels.normalise_channels, (*bound, None, False), {}))
+    if autocast_state(x.device) is None:
+        if len(own) == 2 and x.is_cuda:
+            bound = ledger.bind((x, *own, given["weight"], given["bias"]))
+            ledger.made(out, Recipe(kernels.normalise_channels, (*bound, None, False), {}))
+        elif not x.is_cuda:  # bit by bit what it was; the statistics are found again and nowhere noted
+            x, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
+            ledger.made(out, Recipe(func, (x, None, None, weight, bias, True, 0.0, given["eps"]), {}))
+    return out
+
+
+def _evaluated(ledger: Ledger, func: Callable, args: tuple, kwargs: dict, given: dict) -> Any:
+    """A batch norm in evaluation mode: its statistics as they are now, since a later call may change them."""
+    out, saved = ledger.watch(func, args, kwargs)
+    for entry in saved:
+        ledger.settle(entry)
+    if ordinary(out) and autocast_state(out.device) is None:
+        x, weight, bias = ledger.bind((given["input"], given["weight"], given["bias"]))
+        mean, var = given["running_mean"].clone(), given["running_var"].clone()
+        ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}))
     return out
 
 
@@ -267,7 +288,13 @@ def layer_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     x = args[0] if args else kwargs["input"]
     names = ("input", "normalized_shape", "weight", "bias")
     given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
-    if not x.is_cuda or len(given["normalized_shape"]) != 1 or not (x.ndim == 3 or x.is_contiguous()) or autocast_state(x.device):
+    if (
+        not x.is_cuda
+        or not ordinary(x)
+        or len(given["normalized_shape"]) != 1
+        or not (x.ndim == 3 or x.is_contiguous())
+        or autocast_state(x.device)
+    ):
         return cheap(ledger, func, args, kwargs)
     out, saved = ledger.watch(func, args, kwargs)
     own = [_tensor(e) for e in saved if _tensor(e).shape == (*x.shape[:-1], 1) and e.key != _key(x)]
@@ -329,11 +356,12 @@ COPIES = frozenset("contiguous reshape flatten clone".split())
 def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     """A layer's input is saved for the gradient of its weight alone, so it may be held by a store."""
     first, second, axis = LAYERS[plain_name(func.__name__)]
-    if len(args) <= second or not all([isinstance(args[i], Tensor) for i in (first, second)]):
+    if len(args) <= second or not all([ordinary(args[i]) for i in (first, second)]):
         return func(*args, **kwargs)
     x, weight = args[first], args[second]
     state = autocast_state(x.device)
-    if state is not None and x.is_floating_point() and x.dtype not in (state[1], torch.float64):
+    shared = x.is_leaf and x.requires_grad  # whose cast autocast keeps, for all who read it
+    if state is not None and not shared and x.is_floating_point() and x.dtype not in (state[1], torch.float64):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
         args = (*args[:first], x, *args[first + 1 :])
     plan = ledger.within.store_of(weight)
@@ -342,9 +370,10 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     out, saved = ledger.watch(func, args, kwargs)
     for entry in saved:
         t = _tensor(entry)
-        if _is_copy(t, x):
+        copied = state is None and _is_copy(t, x, weight)
+        if copied:
             ledger.made(t, _copy_of(ledger.bind(x), t))
-        if _key(t) == _key(weight) or t.numel() != x.numel():
+        if not copied and (entry.key != _key(x) or t.numel() != x.numel() or _key(x) == _key(weight)):
             ledger.settle(entry)
         elif axis == 1 and not weight.requires_grad:
             ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
@@ -355,9 +384,11 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _is_copy(t: Tensor, x: Tensor) -> bool:
-    """A linear layer folds the leading axes of its input, and copies it if they cannot be folded in place."""
-    return not x.is_contiguous() and _key(t) != _key(x) and t.is_contiguous() and t.shape == (x[..., 0].numel(), x.shape[-1])
+def _is_copy(t: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """A linear layer folds the leading axes of its input, and copies it if they cannot be folded in place. Of a weight with two axes it
+    makes no copy, so what has neither's storage is that. (Under autocast it may be a cast of the weight.)"""
+    folds = x.ndim > 2 and weight.ndim == 2 and not x.is_contiguous() and t.is_contiguous()
+    return folds and _key(t) not in (_key(x), _key(weight)) and t.shape == (x[..., 0].numel(), x.shape[-1])
 
 
 def _copy_of(use: Use, t: Tensor) -> Recipe:
@@ -434,7 +465,7 @@ def code_name(name: str, args: tuple, kwargs: dict) -> str:
 def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     bits = ledger.within.activation_bits
     x = args[0] if args else kwargs["input"]
-    if bits is None or changes(func, kwargs) or not x.requires_grad:
+    if bits is None or changes(func, kwargs) or not x.requires_grad or not ordinary(x):
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, args, kwargs)
     with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):

@@ -16,8 +16,8 @@ NOTE [what is computed again]
     tensors that nobody holds, so a + b is held itself.
  2. No more than LIMIT times its own bytes are computed for it, so chains of residual additions end somewhere.
  3. What several ask for is computed once in a backward pass, and dropped when the last of them has had it.
- 4. What is held only for a computation (x of x.float()) is copied should the model change it in place; of all else autograd
-    forbids that, and so do we.
+ 4. A tensor may be changed in place where plain training allows it: what is computed from it then gets a copy. Only what autograd saved
+    itself must stay as it is, and raises if it does not.
 
 NOTE [other hooks]
 Whatever stands outside (memory.Held, save_on_cpu, checkpoint) gets every tensor that we hold, and gives it back: hooks compose. A frame
@@ -41,8 +41,10 @@ from torch.overrides import TorchFunctionMode
 from .stores import Layout, is_dense
 
 SMALL = 256  # a layer's input of less than this part of all that was saved before it is not worth an approximation
+FAR = 8  # a value is not computed from a storage of more than so many times its bytes, which might be held for it alone
 LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
 NEVER = 1 << 62
+ORDINARY = (Tensor, nn.Parameter, FakeTensor)
 Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, stride, offset, dtype
 
 
@@ -110,6 +112,13 @@ class Value:
         return t if t is not None and t._version == self.version else None
 
 
+def ordinary(t: Any) -> bool:
+    """A tensor whose storage says it all: no subclass, sparse, conjugate, inference or vmapped one."""
+    if type(t) not in ORDINARY or t.layout is not torch.strided or t.is_inference() or t.is_neg():
+        return False
+    return not t.dtype.is_complex and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
 def _is_parameter(t: Tensor) -> bool:
     return type(t) is nn.Parameter or type(t._base) is nn.Parameter
 
@@ -167,7 +176,8 @@ class Exact:
         self.views: dict[Geometry, Tensor] = {}
         self.handed: dict[Geometry, Handed] = {}
         self.all_of_it: Geometry | None = None
-        self.saved = False  # by autograd itself, so that nobody may change it
+        self.fills: list[Any] = []  # who computes from it
+        self.changed = False
 
     def has(self, shape: Geometry) -> bool:
         return shape in self.views or shape in self.handed
@@ -191,9 +201,9 @@ class Exact:
         shape = shape if shape in self.handed or self.all_of_it is None else self.all_of_it
         return shape, self.handed[shape]
 
-    def join(self, shape: Geometry) -> None:
+    def join(self, shape: Geometry, users: int = 1) -> None:
         if self.outer:
-            self._handed(shape)[1].users += 1
+            self._handed(shape)[1].users += users
 
     def get(self, shape: Geometry) -> Tensor:
         if self.outer:
@@ -205,11 +215,23 @@ class Exact:
             raise _modified(t, self.version)
         return t
 
-    def own(self) -> None:
-        """Before an in-place change: see rule 4. Hooks outside have made of it what they keep."""
-        if not self.saved:
-            self.views = {shape: t.clone(memory_format=torch.preserve_format) for shape, t in self.views.items()}
-            self.version = 0
+    def sound(self) -> bool:
+        """Is it still what it was, so that more may be computed from it?"""
+        return not self.changed and all([t._version == self.version for t in self.views.values()])
+
+    def change(self, t: Tensor) -> None:
+        """t, a tensor on this storage, is about to be changed in place: what is computed from it gets a copy. See rule 4."""
+        self.changed = True
+        fills = [fill for fill in [ref() for ref in self.fills] if fill is not None]
+        if fills:
+            whole = t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0).clone()
+            copy = Exact(whole._version, self.nbytes, self.outer)
+            for fill in fills:
+                copy.keep(whole, fill.seen_as)
+                copy.join(fill.seen_as)
+                self.join(fill.seen_as, -1)
+                fill.source = copy
+            copy.fills = self.fills
 
     def leaves(self) -> Iterator[Any]:
         yield self
@@ -316,13 +338,13 @@ class Blank:
         return iter(())
 
 
-@dataclass(eq=False, frozen=True)
 class Fill:
     """A place in a recipe's arguments, to be filled from a source."""
 
-    source: Any
-    seen_as: Geometry
-    needs_grad: bool = False
+    __slots__ = ("__weakref__", "needs_grad", "seen_as", "source")
+
+    def __init__(self, source: Any, seen_as: Geometry, needs_grad: bool = False):
+        self.source, self.seen_as, self.needs_grad = source, seen_as, needs_grad
 
 
 def _filled(tree: Any, leaf: bool = False) -> Any:
@@ -390,18 +412,23 @@ class Passed:
     __slots__ = ("held", "outer", "version")
 
     def __init__(self, t: Tensor, outer: Any):
-        self.outer, self.version = outer, t._version
+        self.outer, self.version = outer, None if t.is_inference() else t._version
         self.held = outer[0](t) if outer else t.detach()
 
     def get(self) -> Tensor:
         if self.outer:
             return self.outer[1](self.held)
-        if self.held._version != self.version:
+        if self.version is not None and self.held._version != self.version:
             raise _modified(self.held, self.version)
         return self.held
 
 
-ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+@dataclass(frozen=True)
+class Row:
+    """What the ledger does with a function: how it is run, and whether what it does in place is known."""
+
+    run: Callable
+    known: bool = True
 
 
 class Ledger(TorchFunctionMode):
@@ -440,13 +467,17 @@ class Ledger(TorchFunctionMode):
     # The functions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.compiler.is_compiling():  # a compiled function inside an eager model
+            return func(*args, **(kwargs or {}))
         rule = self.rules(func)
         if rule is None and not types and self.tell is None:  # most calls: shapes, views, attributes
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if self.within.ledger is not self or not self.mine() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)
         if changes(func, kwargs):
-            self.spare(args)
-        if self.within.ledger is not self or not torch.is_grad_enabled() or not self.mine():
+            self.changing(args, rule.known and torch.is_grad_enabled())
+        if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
@@ -454,15 +485,20 @@ class Ledger(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         if self.tell is not None:
             self.tell.called(func, args, kwargs)
-        return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
+        return func(*args, **kwargs) if rule is None else rule.run(self, func, args, kwargs)
 
-    def spare(self, args: tuple) -> None:
-        """Before a tensor is changed in place: see rule 4."""
+    def changing(self, args: tuple, known: bool) -> None:
+        """Before a tensor is changed in place. Unless it is `known` how, nothing that was noted of its storage holds after it."""
         target: Any = args[0] if args else None
-        value = self.values.get(target.untyped_storage()._cdata) if type(target) in ORDINARY else None
-        exact = value.exact() if value is not None else None
+        key = target.untyped_storage()._cdata if ordinary(target) else None
+        value = self.values.get(key) if key is not None else None
+        if value is None:
+            return
+        exact = value.exact()
         if exact is not None:
-            exact.own()
+            exact.change(target)
+        if not known:
+            del self.values[value.key]
 
     def watch(self, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry]]:
         """Run a function; what it saved waits to be settled."""
@@ -477,7 +513,7 @@ class Ledger(TorchFunctionMode):
         return _mapped(tree, Tensor, self._use)
 
     def _use(self, t: Tensor) -> Any:
-        return Use(self.value(t), geometry(t), t.requires_grad) if type(t) in ORDINARY else t
+        return Use(self.value(t), geometry(t), t.requires_grad) if ordinary(t) else t
 
     def value(self, t: Tensor) -> Value:
         value = self.values.get(t.untyped_storage()._cdata)
@@ -488,8 +524,10 @@ class Ledger(TorchFunctionMode):
 
     def made(self, out: Tensor, recipe: Recipe) -> Value | None:
         """Note how a fresh storage, or a new version of an old one, came to be."""
+        if not ordinary(out):
+            return None
         value = Value(out, recipe)
-        if value.nbytes != out.nbytes or out.storage_offset() or type(out) not in ORDINARY:
+        if value.nbytes != out.nbytes or out.storage_offset():
             return None
         self.values[value.key] = value
         return value
@@ -497,7 +535,7 @@ class Ledger(TorchFunctionMode):
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if type(t) not in ORDINARY or _is_parameter(t) or t.is_sparse or (self.known and t.untyped_storage()._cdata in self.known):
+        if not ordinary(t) or _is_parameter(t) or (self.known and t.untyped_storage()._cdata in self.known):
             self.count += 1
             return Passed(t, self.outer)
         value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
@@ -515,7 +553,6 @@ class Ledger(TorchFunctionMode):
         value, place = self.values[entry.key], geometry(t)
         source = self.source(value, t)
         if isinstance(source, Exact):
-            source.saved = True
             source.keep(t, place)
         self.conclude(entry, source, place, value)
 
@@ -548,7 +585,7 @@ class Ledger(TorchFunctionMode):
         exact = Exact(value.version, 0 if value.free else value.nbytes, self.outer)
         exact.keep(t, geometry(t))
         value.exact = weakref.ref(exact)
-        for (offset, _, dtype), ref in (value.stored or {}).items():
+        for (offset, _, dtype, _), ref in (value.stored or {}).items():
             stored = ref()
             if stored is not None:
                 shape = (tuple(stored.layout.size), tuple(stored.layout.stride), offset, dtype)
@@ -563,6 +600,8 @@ class Ledger(TorchFunctionMode):
         return made
 
     def fill(self, tree: Any) -> Any:
+        """A recipe's arguments, each from how it is held."""
+        _mapped(tree, Fill, lambda f: f.source.join(f.seen_as))  # the noise of a dropout
         return _mapped(tree, Use, self._fill)
 
     def _fill(self, use: Use) -> Fill:
@@ -573,35 +612,45 @@ class Ledger(TorchFunctionMode):
             if t is not None:
                 source.keep(t, use.seen_as)
         source.join(use.seen_as)
-        return Fill(source, use.seen_as, use.needs_grad)
+        fill = Fill(source, use.seen_as, use.needs_grad)
+        if isinstance(source, Exact):
+            source.fills.append(weakref.ref(fill))
+        return fill
 
     def worth_computing(self, value: Value) -> bool:
         return self.price(value)[1] > 0
 
     def price(self, value: Value, depth: int = 0) -> tuple[int, int]:
         """What would have to be held for a value, and how much computed, in bytes. (0, 0): it is held."""
+        if value.free:
+            return 0, 0
         exact = value.exact()
-        if value.free or exact is not None:
-            return (0, 0) if value.free or exact.reaches() or value.tensor() is not None else (NEVER, 0)
+        if exact is not None:
+            return (0, 0) if exact.sound() and (exact.reaches() or value.tensor() is not None) else (NEVER, 0)
         if value.recipe is not None and depth < LIMIT:
-            new, passes = self.cost(value.recipe, depth + 1)
-            passes += value.recipe.passes * value.nbytes
+            new, passes = self.cost(value, depth + 1)
             if 2 * new <= value.nbytes and passes <= LIMIT * value.nbytes:
                 return new, passes
-        return (value.nbytes if value.tensor() is not None else NEVER), 0
+        t = value.tensor()
+        if t is None or (depth and t.grad_fn is None):  # nobody saved it: what the model did not make, others may change
+            return NEVER, 0
+        return value.nbytes, 0
 
-    def cost(self, recipe: Recipe, depth: int = 0) -> tuple[int, int]:
+    def cost(self, value: Value, depth: int = 0) -> tuple[int, int]:
+        """The price of a value's recipe."""
+        recipe: Any = value.recipe
         prices = [self.price(use.value, depth) for use in recipe.uses]
-        return sum([new for new, _ in prices]), sum([passes for _, passes in prices])
+        far = any([use.value.nbytes > FAR * value.nbytes and not use.value.free for use in recipe.uses])
+        return NEVER if far else sum([new for new, _ in prices]), sum([p for _, p in prices]) + recipe.passes * value.nbytes
 
     def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0) -> None:
         """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store."""
         t: Any = entry.tensor
         value = self.values[entry.key]
-        held = (value.stored or {}).get((t.storage_offset(), t.numel(), t.dtype), _nothing)()
+        held = (value.stored or {}).get((t.storage_offset(), t.numel(), t.dtype, store), _nothing)()
         if value.free or value.exact() is not None or value.computed() is not None:
             self.settle(entry)
-        elif held is not None and held.store == store:
+        elif held is not None:
             self.conclude(entry, held, geometry(t), value)
         else:
             self._compress(entry, store, axis, approximate, seed, value)
@@ -626,5 +675,5 @@ class Ledger(TorchFunctionMode):
                 return
             held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate)
         if dense is t:
-            value.stored = {**(value.stored or {}), (t.storage_offset(), t.numel(), t.dtype): weakref.ref(held)}
+            value.stored = {**(value.stored or {}), (t.storage_offset(), t.numel(), t.dtype, store): weakref.ref(held)}
         self.conclude(entry, held, geometry(dense), value)

@@ -16,6 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def _parts(t: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a tensor is made of."""
+    if t.layout is torch.strided:
+        return (t,)
+    if t.layout is torch.sparse_coo:
+        return t._indices(), t._values()
+    rows = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    return (t.crow_indices(), t.col_indices(), t.values()) if rows else (t.ccol_indices(), t.row_indices(), t.values())
+
+
 class Held:
     """Counts, within `with`, what autograd saves; `bytes()` is what of it is alive at the moment.
 
@@ -25,14 +35,15 @@ class Held:
 
     def __init__(self, *ignore: nn.Module):
         self.refs: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.ignored = {t.untyped_storage()._cdata for m in ignore for t in [*m.parameters(), *m.buffers()]}
+        self.ignored = {t.untyped_storage()._cdata for m in ignore for t in [*m.parameters(), *m.buffers()] for t in _parts(t)}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
 
     def _pack(self, t: torch.Tensor) -> torch.Tensor:
         t = t.detach()
-        storage = t.untyped_storage()
-        if storage._cdata not in self.ignored:
-            self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for part in _parts(t):
+            storage = part.untyped_storage()
+            if storage._cdata not in self.ignored:
+                self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return t
 
     def bytes(self) -> int:

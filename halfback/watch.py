@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from . import layers
 from .compiled import Marking
+from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import listen, note
@@ -97,7 +97,8 @@ class Watch:
     """What the frames of one model share: whose weights are approximated, and who hears what is held."""
 
     def __init__(self, model: nn.Module, method: Any, chosen: Sequence[str], report: Any):
-        self.model, self.method, self.report = model, method, report
+        self._model = weakref.ref(model)
+        self.method, self.report = method, report
         self.chosen = frozenset(chosen)
         self.on = True
         self.store = method.store() if isinstance(method, DropIT) else None
@@ -112,10 +113,10 @@ class Watch:
         self.names: dict[int, tuple[Any, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}
+        return {**{k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}, "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "_model": weakref.ref(state["_model"])})
         self._reset()
 
     @property
@@ -129,7 +130,8 @@ class Watch:
             return ""
         ref, name = self.names.get(id(parameter), (None, ""))
         if ref is None or ref() is not parameter:  # the first time, or somebody (FSDP) put another in its place
-            self.names = {id(p): (weakref.ref(p), layer_name(n)) for n, p in self.model.named_parameters()}
+            model: Any = self._model()
+            self.names = {id(p): (weakref.ref(p), layer_name(n)) for n, p in model.named_parameters()}
             name = self.names.get(id(parameter), (None, ""))[1]
         return name
 
@@ -138,6 +140,10 @@ class Watch:
             return None
         self.calls += 1
         return Plan(self.store, seed_of(self.method.seed, self.calls))
+
+    def draws(self) -> bool:
+        """Does the store draw random numbers?"""
+        return isinstance(self.method, DropIT) and (self.method.select == "random" or self.method.stochastic)
 
     def wants(self, weight: Tensor) -> bool:
         """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
@@ -149,22 +155,19 @@ class Watch:
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
 
 
-class Watched:
+class Watched(Standin):
     """The forward of a module with a ledger around it."""
 
     def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
-        self.module, self.watch = module, watch
-        self.own = own  # a forward that the instance had already
-        self.__name__ = "forward"
-        self.__signature__ = inspect.signature(module.forward)  # which trainers look at
-
-    def plain(self, *args, **kwargs):
-        return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+        super().__init__(module, own)
+        self.watch = watch
 
     def __call__(self, *args, **kwargs):
         watch = self.watch
         if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
             return self.plain(*args, **kwargs)
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.plain(*args, **kwargs)  # torch.func: per-sample gradients
         if torch.compiler.is_compiling():
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
             with Marking(watch):
@@ -233,12 +236,3 @@ def _how(source: Any, holders: Sequence[str], new: bool) -> str:
     if isinstance(source, Blank):
         return "not held: only its shape is needed"
     return f"computed again from what is held for {others}" if others and not new else "computed again from what is held for that"
-
-
-def watched(model: nn.Module) -> Iterator[Watched]:
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        while forward is not None:
-            if isinstance(forward, Watched):
-                yield forward
-            forward = getattr(forward, "own", None)
