@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
