@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import SMALL, Blank, Entry, Fill, Inner, Ledger, Recipe, Row, Stored, Use, changes, geometry, ordinary
+from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Row, Stored, Use, changes, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -57,7 +57,7 @@ def rules(func: Callable) -> Row | None:
         return _ROWS[func]
     except KeyError:
         run = _row(getattr(func, "__name__", ""), func)
-        row = _ROWS[func] = None if run is None else Row(run, run in (cheap, signs, activation))
+        row = _ROWS[func] = None if run is None else Row(run, changes(func, {}), run in (cheap, signs, activation))
         return row
 
 
@@ -248,27 +248,31 @@ def pooling(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = dict.fromkeys(names) | {"training": False, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) if len(args) == len(names) else _all_given(names, args, kwargs)
     x = given["input"]
-    if not given["training"]:
+    if not given["training"] or not ordinary(x):
         return _evaluated(ledger, func, args, kwargs, given)
-    buffers = [given["running_mean"], given["running_var"]]
-    ledger.known = {_key(t) for t in buffers if t is not None}
+    ledger.known = {_key(t) for t in (given["running_mean"], given["running_var"]) if t is not None}
+    ledger.statistics = True
     try:
         out, saved = ledger.watch(func, args, kwargs)
     finally:
-        ledger.known = frozenset()
-    own = [_tensor(e) for e in saved if _tensor(e).shape == x.shape[1:2] and e.key != _key(x)]
+        ledger.known, ledger.statistics = frozenset(), False
+    own = [_tensor(e) for e in saved if not e.key]
     for entry in saved:
-        ledger.settle(entry)
+        if entry.key:
+            ledger.settle(entry)
     if autocast_state(x.device) is None:
+        use, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
         if len(own) == 2 and x.is_cuda:
-            bound = ledger.bind((x, *own, given["weight"], given["bias"]))
-            ledger.made(out, Recipe(kernels.normalise_channels, (*bound, None, False), {}))
+            ledger.made(out, Recipe(kernels.normalise_channels, (use, *map(Constant, own), weight, bias, None, False), {}))
         elif not x.is_cuda:  # bit by bit what it was; the statistics are found again and nowhere noted
-            x, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
-            ledger.made(out, Recipe(func, (x, None, None, weight, bias, True, 0.0, given["eps"]), {}))
+            ledger.made(out, Recipe(func, (use, None, None, weight, bias, True, 0.0, given["eps"]), {}))
     return out
+
+
+def _all_given(names: tuple, args: tuple, kwargs: dict) -> dict:
+    return dict.fromkeys(names) | {"training": False, "eps": 1e-5} | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _evaluated(ledger: Ledger, func: Callable, args: tuple, kwargs: dict, given: dict) -> Any:
@@ -276,9 +280,9 @@ def _evaluated(ledger: Ledger, func: Callable, args: tuple, kwargs: dict, given:
     out, saved = ledger.watch(func, args, kwargs)
     for entry in saved:
         ledger.settle(entry)
-    if ordinary(out) and autocast_state(out.device) is None:
+    if ordinary(out) and not given["training"] and autocast_state(out.device) is None:
         x, weight, bias = ledger.bind((given["input"], given["weight"], given["bias"]))
-        mean, var = given["running_mean"].clone(), given["running_var"].clone()
+        mean, var = (Constant(given[name].clone()) for name in ("running_mean", "running_var"))
         ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}))
     return out
 

@@ -44,7 +44,8 @@ SMALL = 256  # a layer's input of less than this part of all that was saved befo
 FAR = 8  # a value is not computed from a storage of more than so many times its bytes, which might be held for it alone
 LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
 NEVER = 1 << 62
-ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+STRIDED = torch.strided
+ORDINARY = frozenset((Tensor, nn.Parameter, FakeTensor))
 Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, stride, offset, dtype
 
 
@@ -112,11 +113,12 @@ class Value:
         return t if t is not None and t._version == self.version else None
 
 
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def ordinary(t: Any) -> bool:
-    """A tensor whose storage says it all: no subclass, sparse, conjugate, inference or vmapped one."""
-    if type(t) not in ORDINARY or t.layout is not torch.strided or t.is_inference() or t.is_neg():
-        return False
-    return not t.dtype.is_complex and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    """A tensor whose storage says it all: no subclass, sparse, complex or inference one."""
+    return type(t) in ORDINARY and t.layout is STRIDED and not (t.is_complex() or t.is_inference() or t.is_neg())
 
 
 def _is_parameter(t: Tensor) -> bool:
@@ -186,10 +188,11 @@ class Exact:
         """Can any view of the storage be had of what is held? Hooks outside need not give back the storage, only the view."""
         return bool(self.views) or self.all_of_it is not None
 
-    def keep(self, t: Tensor, shape: Geometry) -> None:
-        if self.has(shape):
+    def keep(self, t: Tensor, shape: Geometry, detached: bool = False) -> None:
+        """Hold a view of t's storage; `detached`: t is that view, and part of no graph."""
+        if shape in self.views or shape in self.handed:
             return
-        alias = t.detach() if geometry(t) == shape else _see(t.detach(), shape)
+        alias = t if detached else _see(t.detach(), shape)
         if not self.outer:
             self.views[shape] = alias
             return
@@ -217,7 +220,7 @@ class Exact:
 
     def sound(self) -> bool:
         """Is it still what it was, so that more may be computed from it?"""
-        return not self.changed and all([t._version == self.version for t in self.views.values()])
+        return not self.changed
 
     def change(self, t: Tensor) -> None:
         """t, a tensor on this storage, is about to be changed in place: what is computed from it gets a copy. See rule 4."""
@@ -347,24 +350,43 @@ class Fill:
         self.source, self.seen_as, self.needs_grad = source, seen_as, needs_grad
 
 
+class Constant:
+    """A parameter or a statistic in a recipe's arguments, as it was."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, t: Tensor):
+        self.tensor, self.version = t, t._version
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.version)
+        return self.tensor
+
+
 def _filled(tree: Any, leaf: bool = False) -> Any:
-    def fill(f: Fill) -> Tensor:
+    def fill(f: Any) -> Tensor:
+        if type(f) is Constant:
+            return f.get()
         t = f.source.get(f.seen_as)
         return t.detach().requires_grad_() if leaf and f.needs_grad else t
 
-    return _mapped(tree, Fill, fill)
+    return _mapped(tree, (Fill, Constant), fill)
 
 
-def _mapped(tree: Any, kind: type, f: Callable) -> Any:
+def _mapped(tree: Any, kind: Any, f: Callable) -> Any:
     """f of everything of a kind in nested tuples, lists and dicts."""
     if isinstance(tree, kind):
         return f(tree)
     container = type(tree)
     if container is tuple or container is list:
-        return container([_mapped(x, kind, f) for x in tree])
+        return container([f(x) if isinstance(x, kind) else (_mapped(x, kind, f) if type(x) in CONTAINERS else x) for x in tree])
     if container is dict:
         return {k: _mapped(v, kind, f) for k, v in tree.items()} if tree else tree
     return tree
+
+
+CONTAINERS = frozenset((tuple, list, dict))
 
 
 def _sources(tree: Any) -> list[Any]:
@@ -428,6 +450,7 @@ class Row:
     """What the ledger does with a function: how it is run, and whether what it does in place is known."""
 
     run: Callable
+    changes: bool = False  # its first argument, in place, by its name
     known: bool = True
 
 
@@ -445,6 +468,7 @@ class Ledger(TorchFunctionMode):
         self.count = 0  # of what the function that runs has saved
         self.total = 0  # bytes of all that was saved so far
         self.known: Any = frozenset()  # storages of buffers, which are there anyway
+        self.statistics = False  # a norm's are being saved
         self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
 
     @contextlib.contextmanager
@@ -475,7 +499,7 @@ class Ledger(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.within.ledger is not self or not self.mine() or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
-        if changes(func, kwargs):
+        if rule is not None and (rule.changes or kwargs.get("inplace")):
             self.changing(args, rule.known and torch.is_grad_enabled())
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -513,6 +537,8 @@ class Ledger(TorchFunctionMode):
         return _mapped(tree, Tensor, self._use)
 
     def _use(self, t: Tensor) -> Any:
+        if type(t) is nn.Parameter:
+            return Constant(t)
         return Use(self.value(t), geometry(t), t.requires_grad) if ordinary(t) else t
 
     def value(self, t: Tensor) -> Value:
@@ -535,9 +561,13 @@ class Ledger(TorchFunctionMode):
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if not ordinary(t) or _is_parameter(t) or (self.known and t.untyped_storage()._cdata in self.known):
+        if not ordinary(t) or _is_parameter(t) or _wrapped(t) or (self.known and t.untyped_storage()._cdata in self.known):
             self.count += 1
             return Passed(t, self.outer)
+        if self.statistics and t.ndim == 1:
+            entry = Entry(t.detach(), 0)  # small, and held as it is
+            self.pending.append(entry)  # type: ignore[union-attr]
+            return entry
         value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
         entry = Entry(t.detach(), value.key)
         entry.place, self.count = self.count, self.count + 1
@@ -551,9 +581,9 @@ class Ledger(TorchFunctionMode):
         """Hold what was saved, exactly."""
         t: Any = entry.tensor
         value, place = self.values[entry.key], geometry(t)
-        source = self.source(value, t)
-        if isinstance(source, Exact):
-            source.keep(t, place)
+        source = value.exact() or value.computed() or (self.compute(value) if self.worth_computing(value) else self.hold(value, t, place))
+        if type(source) is Exact:
+            source.keep(t, place, detached=True)
         self.conclude(entry, source, place, value)
 
     def conclude(self, entry: Entry, source: Any, place: Any, value: Value) -> None:
@@ -571,19 +601,21 @@ class Ledger(TorchFunctionMode):
         finally:
             self.stands_for = None
 
-    def source(self, value: Value, t: Tensor | None = None) -> Any:
+    def source(self, value: Value) -> Any:
         """How a value is held: as it is already, or computed, or from now on itself. See NOTE [what is computed again]."""
         held = value.exact() or value.computed()
         if held is not None:
             return held
         if self.worth_computing(value):
             return self.compute(value)
-        return self.hold(value, value.tensor() if t is None else t)
-
-    def hold(self, value: Value, t: Tensor | None) -> Exact:
+        t = value.tensor()
         assert t is not None, "a value that is gone was to be held"
+        return self.hold(value, t.detach(), geometry(t))
+
+    def hold(self, value: Value, t: Tensor, place: Geometry) -> Exact:
+        """From now on, itself; t is a detached view of it."""
         exact = Exact(value.version, 0 if value.free else value.nbytes, self.outer)
-        exact.keep(t, geometry(t))
+        exact.keep(t, place, detached=True)
         value.exact = weakref.ref(exact)
         for (offset, _, dtype, _), ref in (value.stored or {}).items():
             stored = ref()
@@ -601,10 +633,12 @@ class Ledger(TorchFunctionMode):
 
     def fill(self, tree: Any) -> Any:
         """A recipe's arguments, each from how it is held."""
-        _mapped(tree, Fill, lambda f: f.source.join(f.seen_as))  # the noise of a dropout
-        return _mapped(tree, Use, self._fill)
+        return _mapped(tree, (Use, Fill), self._fill)
 
-    def _fill(self, use: Use) -> Fill:
+    def _fill(self, use: Any) -> Fill:
+        if type(use) is Fill:  # the noise of a dropout
+            use.source.join(use.seen_as)
+            return use
         source = self.source(use.value)
         if isinstance(source, Exact) and not source.has(use.seen_as):
             t = use.value.tensor()
