@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import codes, kernels
 from .attention import multi_head
-from .layers import Coded, code_name
+from .layers import Coded, StoredLinear, code_name
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
 
@@ -54,33 +54,8 @@ class SignedReLU(torch.autograd.Function):
         return kernels.gate(flat, ctx.saved_tensors[0], 1.0).as_strided(layout.size, layout.stride)
 
 
-class SparseLinear(torch.autograd.Function):
-    """dx = dy W and db exact; dW = dy' x_hat, x_hat restored from a store."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int):
-        ctx.store, ctx.layout = store, Layout.of(x)
-        ctx.save_for_backward(weight, *store.compress(x, -1, seed))
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        weight, *held = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        flat = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            x = ctx.store.restore(tuple(held), ctx.layout)
-            grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-        if ctx.needs_input_grad[2]:
-            grad_bias = flat.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-class SparseConvolution(torch.autograd.Function):
-    """The same of a convolution, whose dx does not depend on x either."""
+class StoredConvolution(torch.autograd.Function):
+    """What layers.StoredLinear does, of a convolution, whose dx does not depend on x either."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple, store: Any, seed: int):
@@ -151,7 +126,7 @@ class Marking(TorchFunctionMode):
         if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
-            code = code_name(name, args, kwargs)
+            code = code_name(name, kwargs)
             out = Coded.apply(args[0], *_table(code, bits, args[0].device), code)
             self.alone.append(out)
             return out
@@ -170,9 +145,9 @@ class Marking(TorchFunctionMode):
         if self.watch.draws() or not self.watch.wants(weight) or store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
             return None
         if name == "linear":
-            return SparseLinear.apply(x, weight, bias, store, seed)
+            return StoredLinear.apply(x, weight, bias, store, seed)
         settings = _settings(x.ndim - 2, args[3:], kwargs)
-        return None if settings is None else SparseConvolution.apply(x, weight, bias, settings, store, seed)
+        return None if settings is None else StoredConvolution.apply(x, weight, bias, settings, store, seed)
 
 
 def _given(args: tuple, kwargs: dict, place: int, name: str, default: Any) -> Any:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Row, Stored, Use, changes, geometry, ordinary
+from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, changes, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -51,13 +51,13 @@ OPERATORS |= {f"__{prefix}truediv__": "div" for prefix in ("", "r", "i")} | {"__
 _ROWS: dict[Callable, Any] = {}
 
 
-def rules(func: Callable) -> Row | None:
+def rules(func: Callable) -> Rule | None:
     """The row of a torch function."""
     try:
         return _ROWS[func]
     except KeyError:
         run = _row(getattr(func, "__name__", ""), func)
-        row = _ROWS[func] = None if run is None else Row(run, changes(func, {}), run in (cheap, signs, activation))
+        row = _ROWS[func] = None if run is None else Rule(run, changes(func, {}), run in (cheap, signs, activation))
         return row
 
 
@@ -404,14 +404,13 @@ def _copy_of(use: Use, t: Tensor) -> Recipe:
     return _shorter("reshape", Recipe(Tensor.reshape, (use, t.shape), {}), t)
 
 
-class RowsLinear(torch.autograd.Function):
-    """A linear layer that remembers some rows of its input: dW = dy[rows]' x[rows] costs as many."""
+class StoredLinear(torch.autograd.Function):
+    """dx = dy W and db exact; dW = dy' x_hat, x_hat from a store. Of rows only the kept ones are multiplied."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Rows, seed: int):
-        held = store.compress(x.contiguous(), -1, seed)
-        ctx.save_for_backward(weight, *held)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int):
         ctx.store, ctx.layout = store, Layout.of(x.contiguous())
+        ctx.save_for_backward(weight, *store.compress(x.contiguous(), -1, seed))
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -420,9 +419,12 @@ class RowsLinear(torch.autograd.Function):
         weight, *held = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         flat = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and isinstance(ctx.store, Rows):
             values, index = ctx.store.rows(tuple(held), ctx.layout)
             grad_weight = flat.index_select(0, index.long()).T @ values
+        elif ctx.needs_input_grad[1]:
+            x = ctx.store.restore(tuple(held), ctx.layout)
+            grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
         if ctx.needs_input_grad[2]:
@@ -439,7 +441,7 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     if free or x.ndim < 2 or ledger.exceeds(value, plan.store.bytes(layout, -1), x) or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     with ledger.instead_of(x, str(plan.store)):
-        return RowsLinear.apply(x, weight, bias, plan.store, plan.seed)
+        return StoredLinear.apply(x, weight, bias, plan.store, plan.seed)
 
 
 RUN: dict[str, Callable] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
@@ -461,7 +463,7 @@ class Coded(torch.autograd.Function):
         return kernels.scale_by_code(grad.view(-1), code, table).view(grad.shape), None, None, None
 
 
-def code_name(name: str, args: tuple, kwargs: dict) -> str:
+def code_name(name: str, kwargs: dict) -> str:
     """Which table an activation's derivative is coded by."""
     return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else CODED[plain_name(name)]
 
@@ -471,7 +473,7 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     x = args[0] if args else kwargs["input"]
     if bits is None or changes(func, kwargs) or not x.requires_grad or not ordinary(x):
         return cheap(ledger, func, args, kwargs)
-    name = code_name(func.__name__, args, kwargs)
+    name = code_name(func.__name__, kwargs)
     with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):
         return Coded.apply(x, *codes.table(name, bits, x.device), name)
 

@@ -179,7 +179,7 @@ class Exact:
         self.handed: dict[Geometry, Handed] = {}
         self.all_of_it: Geometry | None = None
         self.fills: list[Any] = []  # who computes from it
-        self.changed = False
+        self.changed = False  # in place, so that no more may be computed from it
 
     def has(self, shape: Geometry) -> bool:
         return shape in self.views or shape in self.handed
@@ -190,7 +190,7 @@ class Exact:
 
     def keep(self, t: Tensor, shape: Geometry, detached: bool = False) -> None:
         """Hold a view of t's storage; `detached`: t is that view, and part of no graph."""
-        if shape in self.views or shape in self.handed:
+        if self.has(shape):
             return
         alias = t if detached else _see(t.detach(), shape)
         if not self.outer:
@@ -217,10 +217,6 @@ class Exact:
         if t._version != self.version:
             raise _modified(t, self.version)
         return t
-
-    def sound(self) -> bool:
-        """Is it still what it was, so that more may be computed from it?"""
-        return not self.changed
 
     def change(self, t: Tensor) -> None:
         """t, a tensor on this storage, is about to be changed in place: what is computed from it gets a copy. See rule 4."""
@@ -446,7 +442,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Row:
+class Rule:
     """What the ledger does with a function: how it is run, and whether what it does in place is known."""
 
     run: Callable
@@ -457,7 +453,7 @@ class Row:
 class Ledger(TorchFunctionMode):
     """The frame of one forward: the mode that sees functions and the hooks that see what they save.
 
-    `rules(func)` gives the row of a function (layers.py), or None. `tell` hears of calls and of what they saved, for a report.
+    `rules(func)` gives the rule of a function (layers.py), or None. `tell` hears of calls and of what they saved, for a report.
     """
 
     def __init__(self, rules: Callable[[Callable], Any], within: Any, tell: Any = None):
@@ -660,7 +656,7 @@ class Ledger(TorchFunctionMode):
             return 0, 0
         exact = value.exact()
         if exact is not None:
-            return (0, 0) if exact.sound() and (exact.reaches() or value.tensor() is not None) else (NEVER, 0)
+            return (0, 0) if not exact.changed and (exact.reaches() or value.tensor() is not None) else (NEVER, 0)
         if value.recipe is not None and depth < LIMIT:
             new, passes = self.cost(value, depth + 1)
             if 2 * new <= value.nbytes and passes <= LIMIT * value.nbytes:

@@ -81,13 +81,18 @@ def layout_of(shape, layout):
     return x
 
 
-def run(layer, x):
-    layer.zero_grad()
+def run_in(model, layer, x):
+    """The layer's gradients with the model called, so that its methods work."""
+    model.zero_grad()
     x.grad = None
-    out = layer(x)
+    out = model(x)
     torch.manual_seed(2)
     out.backward(torch.randn(out.shape, dtype=out.dtype))
     return out.detach(), x.grad, layer.weight.grad, layer.bias.grad if layer.bias is not None else None
+
+
+def run(layer, x):
+    return run_in(layer, layer, x)
 
 
 def make(name):
@@ -124,16 +129,6 @@ def test_weight_grad_equals_autograd_on_the_restored_input(name, select, layout)
     assert db is None or torch.allclose(db, exact[3], rtol=0, atol=1e-10)
     assert torch.allclose(dw, wanted, rtol=0, atol=1e-10)
     assert (restored == x).all() or not torch.allclose(dw, exact[2], rtol=0, atol=1e-6), "nothing was approximated"
-
-
-def run_in(model, layer, x):
-    """The layer's gradients with the model called, so that its methods work."""
-    model.zero_grad()
-    x.grad = None
-    out = model(x)
-    torch.manual_seed(2)
-    out.backward(torch.randn(out.shape, dtype=out.dtype))
-    return out.detach(), x.grad, layer.weight.grad, layer.bias.grad if layer.bias is not None else None
 
 
 @pytest.mark.parametrize("mode", PADDED)
