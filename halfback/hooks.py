@@ -63,6 +63,13 @@ class State:
         self.__dict__.update(state)
         self._reset()
 
+    def mark(self) -> int:
+        """Where the draws stand; `rewind` goes back there."""
+        return int(self.step)
+
+    def rewind(self, mark: int) -> None:
+        self.step.fill_(mark)
+
     def site(self, block: str) -> Site:
         return Site(block, self.owner, self.method.attention)
 

@@ -478,10 +478,14 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
         return Coded.apply(x, *codes.table(name, bits, x.device), name)
 
 
-def seen_through(ledger: Ledger, func: Any, args: tuple, kwargs: dict) -> Any:
+def opened(func: Any) -> Any:
     """Torch's multi-head attention is Python that calls layers, but a mode sees only the whole. The same code, with its own question
     whether a mode is on answered no, lets it see the layers."""
-    opened = types.FunctionType(func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__)
-    opened.__defaults__, opened.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    same = types.FunctionType(func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__)
+    same.__defaults__, same.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    return same
+
+
+def seen_through(ledger: Ledger, func: Any, args: tuple, kwargs: dict) -> Any:
     with ledger:
-        return opened(*args, **kwargs)
+        return opened(func)(*args, **kwargs)

@@ -119,6 +119,13 @@ class Watch:
         self.__dict__.update({**state, "_model": weakref.ref(state["_model"])})
         self._reset()
 
+    def mark(self) -> int:
+        """Where the draws stand; `rewind` goes back there."""
+        return self.calls
+
+    def rewind(self, mark: int) -> None:
+        self.calls = mark
+
     @property
     def activation_bits(self) -> int | None:
         return self.method.activation_bits if isinstance(self.method, DropIT) and self.on else None

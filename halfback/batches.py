@@ -1,0 +1,143 @@
+"""A batch as users have it, and the loss that it gives.
+
+tensor           model(tensor)
+(inputs, y)      as a data loader gives it: model(inputs), and cross entropy with integer y, or the mean squared error with floating y
+longer tuples    model(*tuple)
+dict             model(**dict), as with transformers
+function         called without arguments, it runs the model and returns the loss
+
+Without targets the loss is what the model returns as `.loss`, or the sum of its output, whose backward costs and holds nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+FORMS = "a tensor, a tuple (inputs, targets), a dict of arguments, or a function of no arguments that returns the loss"
+
+
+def check_batch(model: nn.Module, batch: Any, verb: str) -> None:
+    """A batch that cannot be one is an error before anything runs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{verb}(): expected a torch.nn.Module, found {type(model).__name__}.")
+    if isinstance(batch, nn.Module) or not (isinstance(batch, (Tensor, tuple, list, Mapping)) or callable(batch)):
+        raise TypeError(f"{verb}(): batch is {type(batch).__name__}; give {FORMS}.")
+    if not callable(batch) and not any(isinstance(t, Tensor) for t in tree_leaves(_plain(batch))):
+        raise TypeError(f"{verb}(): there is no tensor in batch={batch!r}; give {FORMS}.")
+    if isinstance(batch, Mapping):
+        _check_names(model, batch, verb)
+
+
+def _check_names(model: nn.Module, batch: Mapping[str, Any], verb: str) -> None:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**batch)
+    except TypeError as e:
+        takes = ", ".join(p.name for p in signature.parameters.values())
+        raise ValueError(f"{verb}(): the batch does not fit {type(model).__name__}.forward ({e}). It takes: {takes}.") from e
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Run the model on a batch; its loss."""
+    if isinstance(batch, Mapping):
+        return _scalar(model(**batch))
+    if callable(batch) and not isinstance(batch, Tensor):
+        loss = batch()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the function given as batch returned {found}; it has to run the model and return the loss, one number.")
+        return loss
+    if isinstance(batch, Tensor):
+        return _scalar(model(batch))
+    if len(batch) == 2:
+        return _against(model(batch[0]), batch[1])
+    return _scalar(model(*batch))
+
+
+def output_of(out: Any) -> Any:
+    """The scores in what a model returns."""
+    return out.logits if hasattr(out, "logits") else out
+
+
+def _against(out: Any, target: Any) -> Tensor:
+    out = output_of(out)
+    if not isinstance(out, Tensor) or not isinstance(target, Tensor):
+        raise ValueError(
+            f"a batch (inputs, targets) needs a model that returns a tensor or .logits, and a tensor of targets; found "
+            f"{type(out).__name__} and {type(target).__name__}. Give a function that returns the loss instead."
+        )
+    if target.is_floating_point() and target.shape == out.shape:
+        return F.mse_loss(out.float(), target.float())
+    if not target.is_floating_point() and target.shape == out.shape[:-1]:  # classes come last, as in a language model
+        return F.cross_entropy(out.float().flatten(0, -2), target.flatten())
+    if not target.is_floating_point() and out.ndim > 2 and target.shape == (out.shape[0], *out.shape[2:]):  # or second, as in a map
+        return F.cross_entropy(out.float(), target)
+    raise ValueError(
+        f"the batch's targets, {tuple(target.shape)} of {target.dtype}, do not fit the model's output, {tuple(out.shape)}. "
+        "Give a function that returns the loss instead."
+    )
+
+
+def _scalar(out: Any) -> Tensor:
+    loss = getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(out, Tensor) and out.numel() == 1:
+        return out.float().sum()
+    leaves = [t for t in tree_leaves(dict(out) if isinstance(out, Mapping) else out) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError(f"the model returned {type(out).__name__} with nothing that requires a gradient, so there is nothing to train.")
+    total = leaves[0].float().sum()
+    for t in leaves[1:]:
+        total = total + t.float().sum()
+    return total
+
+
+# The number of samples
+
+
+def size_of(batch: Any) -> int | None:
+    """How many samples a batch has; None for a function."""
+    first = next((t for t in tree_leaves(_plain(batch)) if isinstance(t, Tensor)), None) if not _is_function(batch) else None
+    return None if first is None or first.ndim == 0 else len(first)
+
+
+def resized(batch: Any, size: int) -> Any:
+    """The same batch with another number of samples, repeated or cut."""
+    now = size_of(batch)
+    if now is None:
+        raise ValueError(f"a batch given as a function has no size that can be changed; give {FORMS.rpartition(',')[0]}.")
+
+    def change(t: Tensor) -> Tensor:
+        if t.ndim == 0 or len(t) != now or size == now:
+            return t
+        return t[:size] if size < now else t.new_zeros(()).expand(size, *t.shape[1:]) if _weightless(t) else _repeated(t, size)
+
+    return tree_map_only(Tensor, change, _plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    """Tokenizers give mappings of their own, which torch's trees take for a leaf."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _weightless(t: Tensor) -> bool:
+    return t.is_meta or hasattr(t, "fake_mode")
+
+
+def _repeated(t: Tensor, size: int) -> Tensor:
+    return t[torch.arange(size, device=t.device) % len(t)]
+
+
+def _is_function(batch: Any) -> bool:
+    return callable(batch) and not isinstance(batch, (Tensor, Mapping))
+
+
+Batch = Tensor | tuple | list | Mapping[str, Any] | Callable[[], Tensor]

@@ -1,0 +1,144 @@
+"""Running a model without its memory, and without leaving a trace.
+
+Fake tensors have shapes, dtypes and storages, and no contents. A model runs on them as it is, with its real parameters in place:
+what they would compute is never computed. A model whose parameters are on the meta device gets fake ones for as long.
+
+NOTE [as a GPU would]
+A laptop's tensors are CPU tensors, fake or not, and a few functions save other things on a CPU than on a GPU. `AsOnGPU` calls what a
+GPU would call: dropout keeps a mask of bytes, attention with dropout stays fused, an RMS norm is one function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from .layers import opened
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+@contextlib.contextmanager
+def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMode]:
+    """Within it, whatever the model computes is computed on fake tensors. `on_gpu`: as if they were on a GPU."""
+    tensors = [*model.parameters(), *model.buffers()]
+    own = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    mode = own or FakeTensorMode(allow_non_fake_inputs=True)  # parameters, and the counter of our draws, stay what they are
+    with mode, _off_meta(model), AsOnGPU() if on_gpu else contextlib.nullcontext():
+        try:
+            yield mode
+        except UNKNOWN as e:
+            raise ValueError(
+                f"{type(model).__name__} asks for the value of a tensor ({e.func}), which a tensor without contents does not have. "
+                "Run it for real, as hb.profile(model, batch, real=True), or keep that part of the model out of the forward."
+            ) from e
+
+
+def faked(mode: FakeTensorMode, batch: Any) -> Any:
+    """A batch as fake tensors; a function as it is."""
+
+    def fake(t: Tensor) -> Tensor:
+        if isinstance(t, FakeTensor):
+            return t
+        if t.is_meta:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+        return mode.from_tensor(t.detach())
+
+    return tree_map_only(Tensor, fake, batch)
+
+
+@contextlib.contextmanager
+def _off_meta(model: nn.Module) -> Iterator[None]:
+    """Parameters and buffers on the meta device are fake ones on the CPU for a while; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    swapped: list[tuple[dict, str, Tensor]] = []
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, t in owner.items():
+                if t is None or not t.is_meta:
+                    continue
+                if id(t) not in made:
+                    fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+                    made[id(t)] = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
+                swapped.append((owner, name, t))
+    try:
+        for owner, name, t in swapped:
+            owner[name] = made[id(t)]
+        yield
+    finally:
+        for owner, name, t in swapped:
+            owner[name] = t
+
+
+class AsOnGPU(TorchFunctionMode):
+    """NOTE [as a GPU would]"""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            return self._dropout(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.rms_norm:
+            return self._rms_norm(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _dropout(func, input, p=0.5, training=True, inplace=False, train=None):
+        training = training if train is None else train
+        if not training or inplace or not 0 < p < 1:
+            return func(input, p, training)
+        return torch.native_dropout(input, p, True)[0]
+
+    @staticmethod
+    def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **kwargs):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
+
+    @staticmethod
+    def _rms_norm(input, normalized_shape, weight=None, eps=None):
+        return torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever runs within: gradients, buffers, modes, random numbers and the counters of our methods are afterwards as they were."""
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers() if not (b.is_meta or isinstance(b, FakeTensor))]
+    training = [(m, m.training) for m in model.modules()]
+    states = [s for m in model.modules() for s in getattr(m.__dict__.get("_halfback"), "states", [])]
+    marks = [s.mark() for s in states]
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            for p, _ in gradients:
+                p.grad = None
+            yield
+    finally:
+        for p, grad in gradients:
+            p.grad = grad
+        with torch.no_grad():
+            for b, before in buffers:
+                if not torch.equal(b, before):
+                    b.copy_(before)
+        for m, was in training:
+            m.training = was
+        for s, mark in zip(states, marks, strict=True):
+            s.rewind(mark)
