@@ -4,16 +4,22 @@ report = hb.apply_(model, hb.SBP(keep=0.5))                  in place; what was 
 report = hb.apply_(model, hb.Lean())                         exact gradients, less held
 report = hb.apply_(model, hb.DropIT(keep=0.1))               weight gradients from sparse inputs
 report = hb.apply_(model, hb.SBP(keep=0.5), hb.Recompute())  methods compose
+report = hb.apply_(model, budget="16GiB", batch=batch)       methods that fit the memory, exact ones first
 hb.remove_(model)                                            the exact inverse
 with hb.exact(model): ...                                    exact gradients for a while
+
+profile = hb.profile(model, batch)                           who holds how many bytes for backward
+plan = hb.plan(model, batch, budget="10GiB")                 what fits, and what it costs
+audit = hb.audit(model, batch)                               approximate against exact gradients, layer by layer
 """
 
 from .attention import attention_memory
 from .functional import sbp
-from .memory import held
+from .memory import Profile, held, profile
 from .methods import SBP, DropIT, Lean, Recompute, SkipTokens, parse
+from .planner import Plan, apply_, plan
 from .positions import Positions
-from .rewrite import Report, apply_, exact, remove_
+from .rewrite import Report, exact, remove_
 from .streams import Streams
 
 __version__ = "0.1.0"
@@ -21,7 +27,9 @@ __all__ = [
     "SBP",
     "DropIT",
     "Lean",
+    "Plan",
     "Positions",
+    "Profile",
     "Recompute",
     "Report",
     "SkipTokens",
@@ -31,6 +39,8 @@ __all__ = [
     "exact",
     "held",
     "parse",
+    "plan",
+    "profile",
     "remove_",
     "sbp",
 ]

@@ -74,11 +74,11 @@ def _against(out: Any, target: Any) -> Tensor:
             f"{type(out).__name__} and {type(target).__name__}. Give a function that returns the loss instead."
         )
     if target.is_floating_point() and target.shape == out.shape:
-        return F.mse_loss(out.float(), target.float())
+        return F.mse_loss(_wide(out), _wide(target))
     if not target.is_floating_point() and target.shape == out.shape[:-1]:  # classes come last, as in a language model
-        return F.cross_entropy(out.float().flatten(0, -2), target.flatten())
+        return F.cross_entropy(_wide(out).flatten(0, -2), target.flatten())
     if not target.is_floating_point() and out.ndim > 2 and target.shape == (out.shape[0], *out.shape[2:]):  # or second, as in a map
-        return F.cross_entropy(out.float(), target)
+        return F.cross_entropy(_wide(out), target)
     raise ValueError(
         f"the batch's targets, {tuple(target.shape)} of {target.dtype}, do not fit the model's output, {tuple(out.shape)}. "
         "Give a function that returns the loss instead."
@@ -90,14 +90,19 @@ def _scalar(out: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     if isinstance(out, Tensor) and out.numel() == 1:
-        return out.float().sum()
+        return _wide(out).sum()
     leaves = [t for t in tree_leaves(dict(out) if isinstance(out, Mapping) else out) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise ValueError(f"the model returned {type(out).__name__} with nothing that requires a gradient, so there is nothing to train.")
-    total = leaves[0].float().sum()
+    total = _wide(leaves[0]).sum()
     for t in leaves[1:]:
-        total = total + t.float().sum()
+        total = total + _wide(t).sum()
     return total
+
+
+def _wide(t: Tensor) -> Tensor:
+    """In float32 or better."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 # The number of samples

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from .batches import Batch, check_batch, loss_of, size_of
 from .report import readable, rows
-from .weightless import faked, untouched, weightless
+from .weightless import backward, faked, untouched, weightless
 
 PAGE = 512  # bytes; the CUDA allocator gives whole ones
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "none": None}
@@ -480,7 +480,7 @@ def _watched(model: nn.Module, batch: Any, state: tuple[str, int, int], device: 
             saved = {key for key, _ in savers.alive()}
             unseen = sum(size for key, (_, size, _) in peak.made.items() if key not in saved)
             _check_loss(model, loss)
-            loss.backward()
+            backward(loss)
             del loss
     sizes = _sizes(model, inputs)
     return Profile(

@@ -130,9 +130,13 @@ class SkipTokens(Method):
 @dataclass(frozen=True)
 class Recompute(Method):
     """Blocks are checkpointed: what they hold is computed again in the backward. Beside SBP the dropped positions' part of that
-    falls away in a compiled model."""
+    falls away in a compiled model.
+
+    sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.
+    """
 
     layers: Layers = "all"
+    sparing: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -37,6 +38,7 @@ class Report:
     before: int | None = None  # bytes that plain training would hold, and that are held: known after the first training step
     after: int | None = None
     notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    plan: Any = None  # the plan that the methods come from
 
     def hear(self, block: str, kind: str, what: str) -> None:
         where = self.notes.setdefault((kind, what), [])
@@ -76,6 +78,8 @@ class Report:
         return {what: where for (kind, what), where in self.notes.items() if kind == "fell back"}
 
     def __str__(self) -> str:
+        if not self.methods:
+            return f"halfback: nothing on {self.model}: plain training fits"
         lines = [f"halfback: {' + '.join(str(m) for m in self.methods)} on {self.model}"]
         if self.blocks:
             lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
@@ -179,7 +183,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     report = Report(type(model).__name__, methods, chosen, recomputed)
     states: list[State | Watch] = []
     if lean:
-        states.append(_watch(model, lean, found, report))
+        sparing = any(isinstance(m, Recompute) and m.sparing for m in methods)
+        states.append(_watch(model, lean, [b for b in found if sparing or b[0] not in recomputed], report))
     if streamed and chosen:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
     for name in recomputed:

@@ -23,7 +23,7 @@ from .notes import listen, note
 
 
 @dataclass(frozen=True)
-class Plan:
+class Wanted:
     """How the input of a layer is held."""
 
     store: Any
@@ -142,11 +142,11 @@ class Watch:
             name = self.names.get(id(parameter), (None, ""))[1]
         return name
 
-    def store_of(self, weight: Tensor) -> Plan | None:
+    def store_of(self, weight: Tensor) -> Wanted | None:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Plan(self.store, seed_of(self.method.seed, self.calls))
+        return Wanted(self.store, seed_of(self.method.seed, self.calls))
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

@@ -3,6 +3,11 @@
 Fake tensors have shapes, dtypes and storages, and no contents. A model runs on them as it is, with its real parameters in place:
 what they would compute is never computed. A model whose parameters are on the meta device gets fake ones for as long.
 
+NOTE [integers are real]
+Positions, masks and lengths are small, and models ask for their values (is nothing padded? then no mask is needed). So what is made
+of integers and booleans alone is computed; a batch's token ids and labels stay what they are. All that has to do with floating point
+numbers, which is nearly all of the memory and of the time, is fake.
+
 NOTE [as a GPU would]
 A laptop's tensors are CPU tensors, fake or not, and a few functions save other things on a CPU than on a GPU. `AsOnGPU` calls what a
 GPU would call: dropout keeps a mask of bytes, attention with dropout stays fused, an RMS norm is one function.
@@ -23,12 +28,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .layers import opened
 
+MOST_INTEGERS = 2**26  # more of them are fake
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
@@ -38,7 +46,7 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
     tensors = [*model.parameters(), *model.buffers()]
     own = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
     mode = own or FakeTensorMode(allow_non_fake_inputs=True)  # parameters, and the counter of our draws, stay what they are
-    with mode, _off_meta(model), AsOnGPU() if on_gpu else contextlib.nullcontext():
+    with mode, _off_meta(model), RealIntegers(), AsOnGPU() if on_gpu else contextlib.nullcontext():
         try:
             yield mode
         except UNKNOWN as e:
@@ -49,11 +57,13 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
 
 
 def faked(mode: FakeTensorMode, batch: Any) -> Any:
-    """A batch as fake tensors; a function as it is."""
+    """A batch as fake tensors; a function as it is. NOTE [integers are real]"""
 
     def fake(t: Tensor) -> Tensor:
-        if isinstance(t, FakeTensor):
+        if isinstance(t, FakeTensor) or _known(t):
             return t
+        if t.is_meta and not _floating(t):
+            return torch.zeros(t.shape, dtype=t.dtype)
         if t.is_meta:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
         return mode.from_tensor(t.detach())
@@ -82,6 +92,32 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, t in swapped:
             owner[name] = t
+
+
+class RealIntegers(TorchDispatchMode):
+    """NOTE [integers are real]"""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not all(_known(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+            return func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except UNKNOWN:  # somebody asks for a value, which is known
+            out = None
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(_floating(t) for t in made) or sum(t.numel() for t in made) > MOST_INTEGERS:
+            return out
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _floating(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _known(t: Tensor) -> bool:
+    return not (isinstance(t, FakeTensor) or _floating(t) or t.is_meta)
 
 
 class AsOnGPU(TorchFunctionMode):
@@ -114,6 +150,11 @@ class AsOnGPU(TorchFunctionMode):
     @staticmethod
     def _rms_norm(input, normalized_shape, weight=None, eps=None):
         return torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+def backward(loss: Tensor) -> None:
+    """loss.backward(), which as a torch function would run with all modes of functions off."""
+    torch.autograd.graph._engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
 
 
 @contextlib.contextmanager

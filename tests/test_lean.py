@@ -392,7 +392,7 @@ def test_it_composes_with_checkpointing_and_offload(how, method):
     hb.remove_(model)
     context = torch.autograd.graph.save_on_cpu() if how == "offload" else torch.enable_grad()
     if how == "recompute":
-        hb.apply_(model, *hb.parse(method), hb.Recompute())
+        hb.apply_(model, *hb.parse(method), hb.Recompute(sparing=True))
     elif how == "transformers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         hb.apply_(model, *hb.parse(method))

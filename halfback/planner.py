@@ -1,0 +1,692 @@
+"""A memory budget, and the methods that meet it at the least cost.
+
+    peak = max over places p of   sum of what the places before p hold  +  the most that p itself has alive
+    time = sum of the places' seconds
+
+A *place* is a block, or what stands between two blocks. What each holds, has alive and takes is counted on fake tensors, once for
+every way in which all blocks can be run; a mixed integer program (scipy's HiGHS) then chooses the way of each block. What it chose
+is counted again as a whole before it is believed.
+
+NOTE [exact first]
+ 1. Choices are tried in tiers: exact ones (as it is, Lean, Recompute); then approximate ones by the accuracy that they were seen to
+    cost. `prefer="fast"` puts all that cost at most `POINTS` of accuracy into the first tier.
+ 2. Within a tier, choices come in a fixed order, from the roomiest to the tightest, whatever the budget; the first that fits is the
+    plan. So less budget never means more memory.
+ 3. The gradient's cosine does not rank methods by accuracy, so nothing here uses it: costs are accuracies of trained models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from . import blocks as finding
+from . import rewrite
+from .batches import Batch, check_batch, loss_of, resized, size_of
+from .memory import PAGE, Peak, Place, Profile, gradients_there, known_tensors, profile
+from .methods import SBP, DropIT, Lean, Method, Recompute, from_json
+from .report import readable
+from .rewrite import Report, remove_
+from .timing import Clock, Rates
+from .weightless import backward, faked, untouched, weightless
+
+PREFER = ("exact", "fast")
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+CONTEXT = 600 * 2**20  # what CUDA itself takes on a device, with the libraries' workspaces
+UNUSED = 0.03  # the share of what the allocator reserves that lies between tensors
+STEP = 0.96  # from one level of memory to the next
+POINTS = 1.0  # of accuracy: what "fast" may cost
+SLACK = 1.1  # a choice whose estimate is above the budget by this is not counted as a whole
+PRESETS = Path(__file__).with_name("presets.json")
+
+
+def parse_size(text: Any, verb: str = "plan") -> int:
+    """Bytes of a size as people write it: "10GiB", "16 GB", 2**30.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text, re.IGNORECASE) if isinstance(text, str) else None
+    unit = match[2].lower() if match else "?"
+    unit = unit if unit in UNITS else unit + "b"
+    if match is None or unit not in UNITS or float(match[1]) <= 0:
+        raise ValueError(f"{verb}(): {text!r} is no size. Write it as '10GiB', '800MiB' or '16GB', or as a number of bytes.")
+    return int(float(match[1]) * UNITS[unit])
+
+
+# What accuracy a method was seen to cost
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Points of accuracy that a method cost, on average, in a training that somebody can run again."""
+
+    methods: str
+    family: str
+    points: float
+    source: str
+
+
+def presets() -> list[Preset]:
+    return [Preset(**entry) for entry in json.loads(PRESETS.read_text())["presets"]]
+
+
+def points_of(methods: str, family: str) -> tuple[float | None, str]:
+    """The accuracy that methods cost, and where that is from; None where nobody has measured it."""
+    for known in (p for want in (family, None) for p in presets() if want in (None, p.family)):
+        if known.methods == methods:
+            told = "" if known.family == family else f", a {known.family}"
+            return known.points, known.source + told
+    return None, "not measured"
+
+
+def family_of(model: nn.Module, found: Sequence[finding.Named]) -> str:
+    """What a model is, as far as accuracies carry over: blocks with convolutions over positions, or without."""
+    convolutions = any(isinstance(m, finding.CONVOLUTIONS) and math.prod(m.kernel_size) > 1 for _, block in found for m in block.modules())
+    return "convnet" if convolutions else "transformer"
+
+
+# One way to run all blocks, as it is counted
+
+
+class Blocks(Place):
+    """Place, with a number for each block and each gap between blocks, in the order in which the forward gets there."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]):
+        super().__init__(model)
+        self.wanted = set(names)
+        self.visits: list[str] = []  # block names in the order of calls
+        self.at = 0  # 2i: the i-th gap; 2i + 1: the i-th block that was called
+        self.from_sequence: list[tuple[int, int]] = [(0, 0)]
+
+    def _go(self, at: int) -> None:
+        self.at = at
+        self.from_sequence.append((torch.autograd._get_sequence_nr(), at))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        super()._enter(module, args)
+        if not self.backward and self.names.get(module) in self.wanted:
+            self.visits.append(self.names[module])
+            self._go(2 * len(self.visits) - 1)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        super()._leave(module, args, out)
+        if not self.backward and self.names.get(module) in self.wanted:
+            self._go(2 * len(self.visits))
+
+    def now(self) -> int:
+        node = torch._C._current_autograd_node() if self.backward else None
+        if node is None:
+            return self.at
+        number = node._sequence_nr()
+        return max((at for first, at in self.from_sequence if first <= number), default=0)
+
+
+class Count(Peak):
+    """What each place has alive at most, and how long it takes."""
+
+    def __init__(self, known: list[Tensor], blocks: Blocks, clock: Clock, page: int):
+        super().__init__(*known, place=blocks, page=page)
+        self.blocks, self.clock = blocks, clock
+        self.before: dict[int, int] = {}  # by place: alive when the forward gets there
+        self.tops: dict[int, int] = {}  # by place: the most alive in it, forward or backward
+        self.seconds: dict[int, float] = {}
+        self.operations = 0
+
+    def did(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        at = self.blocks.now()
+        self.tops[at] = max(self.tops.get(at, 0), self.alive)
+        spent = self.clock.seconds(func, args, kwargs, out)
+        self.operations += spent > 0
+        self.seconds[at] = self.seconds.get(at, 0.0) + spent
+
+    def _count(self, storage: torch.UntypedStorage, func: Any) -> None:
+        at = self.blocks.now()
+        if at not in self.before:
+            self.before[at] = self.alive
+        super()._count(storage, func)
+
+
+@dataclass
+class Way:
+    """All blocks run in one way: by place, what it holds, what it has alive beyond what came before, and its seconds."""
+
+    visits: list[str]
+    holds: list[int]
+    tops: list[int]
+    seconds: list[float]
+    peak: int
+
+    @property
+    def time(self) -> float:
+        return sum(self.seconds)
+
+
+def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, device: str) -> Way:
+    """One training step of the model as it is, on fake tensors."""
+    inputs = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    with gradients_there(model):
+        known = known_tensors(model, inputs)
+        blocks = Blocks(model, names)
+        with blocks, Count(known, blocks, clock, PAGE if device == "cuda" else 1) as seen:
+            loss = loss_of(model, batch)
+            end = seen.alive
+            backward(loss)
+            del loss
+    places = 2 * len(blocks.visits) + 1
+    before = [0] * places + [end]
+    for at in range(places - 1, -1, -1):
+        before[at] = seen.before.get(at, before[at + 1])
+    return Way(
+        blocks.visits,
+        holds=[before[i + 1] - before[i] for i in range(places)],
+        tops=[max(0, seen.tops.get(i, 0) - before[i]) for i in range(places)],
+        seconds=[seen.seconds.get(i, 0.0) for i in range(places)],
+        peak=seen.most,
+    )
+
+
+# Choosing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is the same for the whole model: who rewrites what layers hold, and the share of positions that SBP keeps in its blocks."""
+
+    base: str = ""  # "", "lean", "dropit"
+    keep: float | None = None
+    sparing: bool = False  # the base works in recomputed blocks too
+
+    @property
+    def exact(self) -> bool:
+        return self.base != "dropit" and self.keep is None
+
+    def methods(self, family: str, streamed: Sequence[str], recomputed: Sequence[str]) -> tuple[Method, ...]:
+        found: list[Method] = []
+        if self.keep is not None and streamed:
+            found.append(SBP(keep=self.keep, layers=tuple(streamed)))
+        if self.base == "lean":
+            found.append(Lean())
+        if self.base == "dropit":
+            found.append(_dropit(family))
+        if recomputed:
+            found.append(Recompute(layers=tuple(recomputed), sparing=self.sparing))
+        return tuple(found)
+
+    def preset(self, family: str) -> str:
+        """How the presets call it."""
+        parts = [str(SBP(keep=self.keep))] if self.keep is not None else []
+        return "+".join([*parts, *([str(_dropit(family))] if self.base == "dropit" else [])])
+
+
+def _dropit(family: str) -> DropIT:
+    """As the evidence has it: a tenth of the entries for transformers, a fifth for convolutions."""
+    return DropIT(keep=0.1, activation_bits=4) if family == "transformer" else DropIT(keep=0.2)
+
+
+EXACT = (Kind(), Kind("lean"), Kind("lean", sparing=True))
+APPROXIMATE = (Kind("dropit"), *(Kind("lean", keep, sparing) for keep in (0.5, 0.25) for sparing in (False, True)), Kind("dropit", 0.5))
+
+
+@dataclass
+class Choice:
+    """The way of each block, as the program chose it."""
+
+    kind: Kind
+    methods: tuple[Method, ...]
+    peak: float  # estimated
+    seconds: float
+
+
+@dataclass
+class Point:
+    """A choice that was counted as a whole."""
+
+    methods: tuple[Method, ...]
+    peak: int
+    seconds: float
+    points: float | None  # of accuracy; 0 where exact, None where nobody has measured it
+    source: str
+
+    @property
+    def exact(self) -> bool:
+        return not any(isinstance(m, (SBP, DropIT)) for m in self.methods)
+
+    @property
+    def text(self) -> str:
+        return " + ".join(str(m) for m in self.methods) or "exact"
+
+    @property
+    def label(self) -> str:
+        """Short: with numbers of blocks instead of their names."""
+        return " + ".join(_short(m) for m in self.methods) or "plain"
+
+
+def _short(m: Method) -> str:
+    if isinstance(m, (SBP, Recompute)) and isinstance(m.layers, tuple):
+        name = f"sbp(keep={m.keep})" if isinstance(m, SBP) else "recompute"
+        return f"{name} of {len(m.layers)} blocks"
+    return str(m)
+
+
+class Planner:
+    """The choices for one model and batch. It counts what it is asked for, once."""
+
+    def __init__(self, model: nn.Module, batch: Any, device: str | None = None, optimizer: Any = "adamw", rates: Rates | None = None):
+        check_batch(model, batch, "plan")
+        _needs_scipy()
+        if any("_halfback" in m.__dict__ for m in model.modules()):
+            raise ValueError("plan(): the model has methods already. Call hb.remove_(model) first, or plan before apply_.")
+        self.model, self.batch = model, batch
+        found = finding.find_blocks(model)
+        self.names = [name for name, _ in found]
+        self.family = family_of(model, found)
+        self.plain = profile(model, batch, device=device, optimizer=optimizer)
+        self.device = self.plain.device
+        first = next(iter(model.parameters()), None)
+        self.clock = Clock(first.device if first is not None else None, rates)
+        self.sbp = finding.choose(model, found, "paper") if found else []
+        self.ways: dict[tuple[Kind, bool], Way | None] = {}
+        self.counted: dict[tuple[Method, ...], Point | None] = {}
+
+    @contextlib.contextmanager
+    def _with(self, methods: tuple[Method, ...]) -> Iterator[Any]:
+        """The model with methods applied, on fake tensors; afterwards as it was."""
+        with untouched(self.model):
+            self.model.train()
+            if methods:
+                rewrite.apply_(self.model, *methods)
+            try:
+                with weightless(self.model, self.device == "cuda" and not self._on_cuda()) as mode:
+                    yield faked(mode, self.batch)
+            finally:
+                remove_(self.model)
+
+    def _on_cuda(self) -> bool:
+        return any(p.is_cuda for p in self.model.parameters())
+
+    def way(self, kind: Kind, recompute: bool) -> Way | None:
+        """All blocks recomputed, or none; None where that cannot be."""
+        key = kind, recompute
+        if key not in self.ways:
+            methods = kind.methods(self.family, self.sbp, self.names if recompute else ())
+            same = [k for k in self.ways if not recompute and not k[1] and replace(k[0], sparing=kind.sparing) == kind]
+            self.ways[key] = self.ways[same[0]] if same else self._count(methods)
+        return self.ways[key]
+
+    def _count(self, methods: tuple[Method, ...]) -> Way | None:
+        try:
+            with self._with(methods) as batch:
+                return count(self.model, batch, self.names, self.clock, self.device)
+        except ValueError:
+            if not methods:
+                raise
+            return None  # a method that finds nothing to do here
+
+    @property
+    def seconds(self) -> float:
+        """Of a plain step."""
+        plain = self.way(Kind(), False)
+        assert plain is not None
+        return plain.time
+
+    def choose(self, kind: Kind, limit: float | None) -> Choice | None:
+        """The fastest choice of this kind with an estimated peak within the limit; None as limit: the smallest peak there is."""
+        holding, again = self.way(kind, False), self.way(kind, True) if self.names else None
+        if holding is None:
+            return None
+        if again is None or again.visits != holding.visits:
+            return Choice(kind, kind.methods(self.family, self.sbp, ()), holding.peak, holding.time) if _within(holding, limit) else None
+        picked = _solve(holding, again, limit)
+        if picked is None:
+            return None
+        recomputed, peak, seconds = picked
+        names = [n for n in self.names if n in recomputed]
+        return Choice(kind, kind.methods(self.family, self.sbp, names), peak, seconds)
+
+    def point(self, choice: Choice) -> Point | None:
+        """A choice counted as a whole."""
+        if choice.methods not in self.counted:
+            way = self._count(choice.methods)
+            points, source = (0.0, "exact") if choice.kind.exact else points_of(choice.kind.preset(self.family), self.family)
+            self.counted[choice.methods] = None if way is None else Point(choice.methods, way.peak, way.time, points, source)
+        return self.counted[choice.methods]
+
+    def tiers(self, prefer: str) -> list[list[Kind]]:
+        """NOTE [exact first]"""
+        cost = {k: points_of(k.preset(self.family), self.family)[0] for k in APPROXIMATE if k.keep is None or self.sbp}
+        cheap = [k for k, points in cost.items() if points is not None and points <= POINTS]
+        rest = sorted((k for k in cost if prefer == "exact" or k not in cheap), key=lambda k: math.inf if cost[k] is None else cost[k])
+        return [[*EXACT, *(cheap if prefer == "fast" else [])], *([k] for k in rest)]
+
+    def levels(self) -> Iterator[float]:
+        limit = float(self.plain.peak)
+        while limit > self.plain.peak / 64:
+            yield limit
+            limit *= STEP
+
+    def choices(self, kinds: Sequence[Kind]) -> Iterator[Choice]:
+        """Of a tier, from the roomiest to the tightest."""
+        before = None
+        for limit in [*self.levels(), None]:
+            found = [c for k in kinds if (c := self.choose(k, limit)) is not None]
+            best = min(found, key=lambda c: c.peak if limit is None else c.seconds, default=None)
+            if best is not None and best.methods != before:
+                before = best.methods
+                yield best
+
+    def find(self, budget: float, prefer: str) -> Point:
+        """The plan for so many bytes of peak."""
+        smallest: Point | None = None
+        for kinds in self.tiers(prefer):
+            for choice in self.choices(kinds):
+                if choice.peak > SLACK * budget:
+                    continue
+                point = self.point(choice)
+                if point is not None and point.peak <= budget:
+                    return point
+            tightest = min((c for k in kinds if (c := self.choose(k, None)) is not None), key=lambda c: c.peak, default=None)
+            point = self.point(tightest) if tightest is not None else None
+            if point is not None and (smallest is None or point.peak < smallest.peak):
+                smallest = point
+        assert smallest is not None
+        raise Impossible(budget, smallest, self.plain)
+
+    def curve(self, prefer: str = "exact") -> list[Point]:
+        """Memory against time: every choice that is worth counting, from the roomiest to the tightest."""
+        kinds = [k for tier in self.tiers(prefer) for k in tier] if prefer == "fast" else EXACT
+        points = [p for c in self.choices(kinds) if (p := self.point(c)) is not None]
+        return points
+
+
+class Impossible(ValueError):
+    """No choice fits. It says what the smallest needs."""
+
+    def __init__(self, budget: float, smallest: Point, plain: Profile):
+        self.smallest = smallest
+        whole = total_of(plain, smallest.peak)
+        super().__init__(
+            f"plan(): {readable(max(0, budget))} for activations is too little for {plain.model}. The smallest that works needs "
+            f"{readable(smallest.peak)} ({smallest.peak / plain.peak:.3f} of plain training's {readable(plain.peak)}; a budget of "
+            f"{readable(whole)} on the device, of which {readable(plain.fixed)} are weights, gradients, optimizer and batch): "
+            f"{smallest.label}. Give that much, a smaller batch, or an optimizer with less state."
+        )
+
+
+def _within(way: Way, limit: float | None) -> bool:
+    return limit is None or way.peak <= limit
+
+
+def _solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], float, float] | None:
+    """Which blocks to recompute: the least time with the peak within the limit, or the least peak."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    names = list(dict.fromkeys(holding.visits))
+    index = {name: i for i, name in enumerate(names)}
+    places = len(holding.holds)
+    base, slopes = np.zeros(places), np.zeros((places, len(names)))
+    gain = np.zeros(len(names))
+    tie = 1e-7 * np.arange(len(names))  # among equal blocks the first
+    for at in range(places):  # peak at a place = base + slopes @ x, with x = 1 where a block is recomputed
+        base[at] += holding.tops[at]
+        base[at + 1 :] += holding.holds[at]
+        if at % 2:
+            i = index[holding.visits[at // 2]]
+            slopes[at, i] += again.tops[at] - holding.tops[at]
+            slopes[at + 1 :, i] += again.holds[at] - holding.holds[at]
+            gain[i] += again.seconds[at] - holding.seconds[at]
+    scale = max(holding.peak, 1)
+    n, smallest = len(names), limit is None
+    # one more variable, the peak itself, when it is to be the least
+    matrix = np.hstack([slopes / scale, -np.ones((places, 1))])
+    upper = -base / scale
+    share = gain / max(1e-12, holding.time) + tie
+    objective = np.append(1e-6 * share, 1.0) if smallest else np.append(share, 0.0)
+    fixed = (0.0, np.inf) if smallest else (limit / scale,) * 2  # type: ignore[operator]
+    bounds = Bounds(np.append(np.zeros(n), fixed[0]), np.append(np.ones(n), fixed[1]))
+    integrality = np.append(np.ones(n), 0)
+    result = milp(objective, constraints=LinearConstraint(matrix, -np.inf, upper), bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0})
+    if not result.success:
+        return None
+    x = np.round(result.x[:n])
+    return {name for name, on in zip(names, x, strict=True) if on}, float((base + slopes @ x).max()), float(holding.time + gain @ x)
+
+
+def _needs_scipy() -> None:
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as e:
+        raise ImportError("plan() solves a mixed integer program with scipy: pip install halfback[plan].") from e
+
+
+# The plan
+
+
+@dataclass
+class Plan:
+    """Methods that meet a budget. `hb.apply_(model, plan)` applies them."""
+
+    model: str
+    methods: tuple[Method, ...]
+    budget: int  # bytes of peak that were allowed
+    peak: int  # predicted
+    plain_peak: int
+    time_ratio: float  # predicted, to a plain step
+    total: int  # on the device, with weights, gradients, optimizer, batch, CUDA itself and what lies between tensors
+    fixed: int
+    points: float | None = 0.0
+    source: str = "exact"
+    batch_size: int | None = None
+    device: str = "cpu"
+    timed: bool = False  # operations were timed on the device, not estimated
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        return not any(isinstance(m, (SBP, DropIT)) for m in self.methods)
+
+    def __str__(self) -> str:
+        label = " + ".join(_short(m) for m in self.methods) or "nothing: plain training fits"
+        lines = [f"{self.model}" + (f", batch {self.batch_size}" if self.batch_size else "") + f": {label}"]
+        share = f"{self.peak / max(1, self.plain_peak):.2f} of plain training's {readable(self.plain_peak)}"
+        lines.append(f"  peak    {readable(self.peak)} of the {readable(self.budget)} allowed; {share}")
+        lines.append(f"  total   {readable(self.total)} on the device, {readable(self.fixed)} of it weights, gradients, optimizer and batch")
+        how = "operations timed on this GPU" if self.timed else "estimated for a usual GPU"
+        lines.append(f"  time    {self.time_ratio:.2f} of a plain step, {how}")
+        if self.exact:
+            lines.append("  gradients are exact")
+        else:
+            cost = "nobody has measured what that costs" if self.points is None else f"it cost {self.points:.1f} points of accuracy"
+            lines.append(f"  gradients are approximate: {cost} ({self.source}). Exact means do not fit, or are slower.")
+        for m in self.methods:
+            if isinstance(m, (SBP, Recompute)):
+                lines.append(f"  {type(m).__name__}: {_ranges(m.layers)}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "methods": [m.to_json() for m in self.methods]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        try:
+            return cls(**{**data, "methods": tuple(from_json(m) for m in data["methods"])})
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"Plan.from_json(): this is no plan that to_json() wrote: {e}.") from e
+
+
+def _ranges(layers: Any) -> str:
+    names = list(layers) if isinstance(layers, (tuple, list)) else [str(layers)]
+    return ", ".join(names) if len(names) < 5 else f"{', '.join(names[:2])} ... {names[-1]} ({len(names)})"
+
+
+def total_of(plain: Profile, peak: int) -> int:
+    """What the process takes on the device when a step needs so much at its peak."""
+    most = plain.fixed + max(peak, plain.optimizer_peak)
+    return int(most / (1 - UNUSED)) + CONTEXT if plain.device == "cuda" else most
+
+
+def allowed(plain: Profile, total: int) -> int:
+    """The peak that fits into a total on the device; the inverse of `total_of`."""
+    most = int((total - CONTEXT) * (1 - UNUSED)) if plain.device == "cuda" else total
+    return most - plain.fixed
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    budget: str | float | int | None = None,
+    *,
+    prefer: str = "exact",
+    batch_size: int | str | None = None,
+    device: str | None = None,
+    optimizer: Any = "adamw",
+    curve: bool = False,
+) -> Plan:
+    """Methods that meet a memory budget, at the least cost; the model is left as it was.
+
+    budget      "10GiB" or a number of bytes: the total that the process may take on the device. A fraction up to 1: of the peak of
+                plain training. None: all memory of the GPU that the model is on
+    prefer      "exact": approximate only what exact means cannot meet. "fast": the fastest of all that cost at most a point of accuracy
+    batch_size  another number of samples than the batch has; "max": the most that fits
+    device      "cuda": plan for a GPU with a model that is on the CPU; then times are estimated
+    optimizer   as in `profile`
+    curve       also what other budgets would give, for a plot
+    """
+    if prefer not in PREFER:
+        raise ValueError(f"plan(): prefer={prefer!r} is none of {', '.join(PREFER)}.")
+    check_batch(model, batch, "plan")
+    budget = _whole_gpu(model) if budget is None else budget
+    if batch_size == "max":
+        return _largest(model, batch, budget, prefer, device, optimizer, curve)
+    if batch_size is not None:
+        batch = resized(batch, _count_of(batch_size))
+    return plan_with(Planner(model, batch, device, optimizer), budget, prefer, curve)
+
+
+def plan_with(planner: Planner, budget: str | float | int, prefer: str = "exact", curve: bool = False) -> Plan:
+    """A plan of a planner that may have made others: what it has counted is not counted again."""
+    plain = planner.plain
+    room = _room(plain, budget)
+    point = planner.find(room, prefer)
+    seconds = planner.seconds
+    return Plan(
+        model=plain.model,
+        methods=point.methods,
+        budget=room,
+        peak=point.peak,
+        plain_peak=plain.peak,
+        time_ratio=point.seconds / seconds if seconds else 1.0,
+        total=total_of(plain, point.peak),
+        fixed=plain.fixed,
+        points=point.points,
+        source=point.source,
+        batch_size=plain.batch,
+        device=plain.device,
+        timed=planner.clock.device is not None,
+        curve=[_told(p, seconds) for p in planner.curve(prefer)] if curve else [],
+    )
+
+
+def _told(p: Point, seconds: float) -> dict[str, Any]:
+    return {"peak": p.peak, "time": p.seconds / seconds, "exact": p.exact, "methods": p.text, "label": p.label, "points": p.points}
+
+
+def _room(plain: Profile, budget: str | float | int) -> int:
+    """Bytes of peak that a budget allows."""
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(f"plan(): budget={budget} must be a fraction in (0, 1] of the plain peak, or a size as '10GiB'.")
+        return int(budget * plain.peak)
+    return allowed(plain, parse_size(budget))
+
+
+def _count_of(batch_size: Any) -> int:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"plan(): batch_size={batch_size!r} must be a positive number of samples, or 'max'.")
+    return batch_size
+
+
+def _whole_gpu(model: nn.Module) -> int:
+    first = next((p for p in model.parameters() if p.is_cuda), None)
+    if first is None:
+        raise ValueError("plan(): give a budget, as '10GiB' or 0.4 of the plain peak; the model is on no GPU whose memory could be meant.")
+    return torch.cuda.get_device_properties(first.device).total_memory
+
+
+def _largest(model: nn.Module, batch: Any, budget: Any, prefer: str, device: Any, optimizer: Any, curve: bool) -> Plan:
+    """The plan with the most samples. Memory grows with the batch, so the range is halved until it is one sample wide."""
+    if isinstance(budget, float):
+        raise ValueError(f"plan(): batch_size='max' needs a budget as '10GiB'; {budget} of the plain peak grows with the batch.")
+    if size_of(batch) is None:
+        resized(batch, 1)  # raises, and says what to do
+    made: dict[int, Planner] = {}
+
+    def fits(size: int) -> bool:
+        made[size] = Planner(model, resized(batch, size), device, optimizer)
+        try:
+            plan_with(made[size], budget, prefer)
+            return True
+        except Impossible:
+            return False
+
+    if not fits(1):
+        return plan_with(made[1], budget, prefer)  # raises
+    most = largest_size(fits, start=size_of(batch) or 1)
+    return plan_with(made[most], budget, prefer, curve)
+
+
+def largest_size(fits: Any, start: int = 1, step: int = 1) -> int:
+    """The largest multiple of `step` for which `fits`, which holds for one step, and for all below where it holds."""
+    low, high = step, max(step, start // step * step)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > step:
+        middle = (low + high) // (2 * step) * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def apply_(
+    model: nn.Module, *methods: Method | Plan, budget: str | float | int | None = None, batch: Batch | None = None, **how: Any
+) -> Report:
+    """Make a model train with these methods, in place; `remove_` undoes it.
+
+    hb.apply_(model, hb.SBP(keep=0.5), hb.Lean())          methods, which compose
+    hb.apply_(model, plan)                                 those of a plan
+    hb.apply_(model, budget="16GiB", batch=batch)          plan and apply in one; further arguments are those of `plan`
+
+    Eval mode and no_grad are untouched. Everything is checked before anything is changed.
+    """
+    if budget is None and batch is None and not how:
+        plans = [m for m in methods if isinstance(m, Plan)]
+        if not plans:
+            return rewrite.apply_(model, *methods)  # type: ignore[arg-type]
+        if len(methods) > 1:
+            raise ValueError(f"apply_(): {len(methods)} arguments, one of them a plan: a plan stands for all methods. Give it alone.")
+        return _apply_plan(model, plans[0])
+    if methods:
+        raise ValueError(f"apply_(): {methods[0]} and a budget: give methods, or a budget and a batch that methods are chosen for.")
+    if batch is None:
+        raise ValueError("apply_(): a budget needs a batch to plan for, as hb.apply_(model, budget='16GiB', batch=batch).")
+    return _apply_plan(model, plan(model, batch, budget, **how))
+
+
+def _apply_plan(model: nn.Module, plan: Plan) -> Report:
+    if plan.model != type(model).__name__:
+        raise ValueError(f"apply_(): the plan is for {plan.model}, the model is a {type(model).__name__}.")
+    report = rewrite.apply_(model, *plan.methods) if plan.methods else Report(plan.model, (), [], [])
+    report.plan = plan
+    return report
