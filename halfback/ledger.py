@@ -121,8 +121,13 @@ def ordinary(t: Any) -> bool:
     return type(t) in ORDINARY and t.layout is STRIDED and not (t.is_complex() or t.is_inference() or t.is_neg())
 
 
+def _parameter(t: Any) -> bool:
+    """A fake parameter has the class of a fake tensor, and says so."""
+    return type(t) is nn.Parameter or (type(t) is FakeTensor and getattr(t, "_is_param", False))
+
+
 def _is_parameter(t: Tensor) -> bool:
-    return type(t) is nn.Parameter or type(t._base) is nn.Parameter
+    return _parameter(t) or _parameter(t._base)
 
 
 def _nothing() -> None:
@@ -533,7 +538,7 @@ class Ledger(TorchFunctionMode):
         return _mapped(tree, Tensor, self._use)
 
     def _use(self, t: Tensor) -> Any:
-        if type(t) is nn.Parameter:
+        if _parameter(t):
             return Constant(t)
         return Use(self.value(t), geometry(t), t.requires_grad) if ordinary(t) else t
 

@@ -16,9 +16,9 @@ import bisect
 import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from .report import readable, rows
 from .weightless import backward, faked, untouched, weightless
 
 PAGE = 512  # bytes; the CUDA allocator gives whole ones
+Self = TypeVar("Self", bound="Held")
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "none": None}
 
 
@@ -80,7 +81,7 @@ class Held:
     def bytes(self) -> int:
         return sum(size for _, size in self.alive())
 
-    def __enter__(self) -> Held:
+    def __enter__(self: Self) -> Self:
         self.hooks.__enter__()
         return self
 
@@ -311,7 +312,9 @@ class Profile:
         moment = f", and {readable(self.optimizer_peak)} for a moment" if self.optimizer_peak else ""
         lines.append(f"  optimizer           {readable(self.optimizer):>12}   {self.optimizer_name}{moment}")
         lines.append(f"  batch               {readable(self.inputs):>12}")
-        lines.append(f"  all                 {readable(self.total):>12}   allocated; CUDA itself and unused parts of its blocks come on top")
+        lines.append(
+            f"  all                 {readable(self.total):>12}   allocated; CUDA itself and unused parts of its blocks come on top"
+        )
         if self.unseen > self.held // 100:
             lines.append(f"  {readable(self.unseen)} more is alive when the forward ends and not saved through autograd: outputs, or what")
             lines.append("  custom autograd.Functions put aside")
@@ -536,7 +539,7 @@ def known_tensors(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _sizes(model: nn.Module, inputs: list[Tensor]) -> tuple[int, int, int, int]:
-    def unique(tensors: list[Tensor]) -> int:
+    def unique(tensors: Sequence[Tensor]) -> int:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
     parameters = list(model.parameters())

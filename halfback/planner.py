@@ -367,9 +367,11 @@ class Planner:
 
     def tiers(self, prefer: str) -> list[list[Kind]]:
         """NOTE [exact first]"""
-        cost = {k: points_of(k.preset(self.family), self.family)[0] for k in APPROXIMATE if k.keep is None or self.sbp}
-        cheap = [k for k, points in cost.items() if points is not None and points <= POINTS]
-        rest = sorted((k for k in cost if prefer == "exact" or k not in cheap), key=lambda k: math.inf if cost[k] is None else cost[k])
+        kinds = [k for k in APPROXIMATE if k.keep is None or self.sbp]
+        known = {k: points_of(k.preset(self.family), self.family)[0] for k in kinds}
+        cost = {k: math.inf if points is None else points for k, points in known.items()}
+        cheap = [k for k in kinds if cost[k] <= POINTS]
+        rest = sorted((k for k in kinds if prefer == "exact" or k not in cheap), key=lambda k: cost[k])
         return [[*EXACT, *(cheap if prefer == "fast" else [])], *([k] for k in rest)]
 
     def levels(self) -> Iterator[float]:
@@ -458,7 +460,9 @@ def _solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], flo
     fixed = (0.0, np.inf) if smallest else (limit / scale,) * 2  # type: ignore[operator]
     bounds = Bounds(np.append(np.zeros(n), fixed[0]), np.append(np.ones(n), fixed[1]))
     integrality = np.append(np.ones(n), 0)
-    result = milp(objective, constraints=LinearConstraint(matrix, -np.inf, upper), bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0})
+    result = milp(
+        objective, constraints=LinearConstraint(matrix, -np.inf, upper), bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0}
+    )
     if not result.success:
         return None
     x = np.round(result.x[:n])
@@ -503,7 +507,9 @@ class Plan:
         lines = [f"{self.model}" + (f", batch {self.batch_size}" if self.batch_size else "") + f": {label}"]
         share = f"{self.peak / max(1, self.plain_peak):.2f} of plain training's {readable(self.plain_peak)}"
         lines.append(f"  peak    {readable(self.peak)} of the {readable(self.budget)} allowed; {share}")
-        lines.append(f"  total   {readable(self.total)} on the device, {readable(self.fixed)} of it weights, gradients, optimizer and batch")
+        lines.append(
+            f"  total   {readable(self.total)} on the device, {readable(self.fixed)} of it weights, gradients, optimizer and batch"
+        )
         how = "operations timed on this GPU" if self.timed else "estimated for a usual GPU"
         lines.append(f"  time    {self.time_ratio:.2f} of a plain step, {how}")
         if self.exact:

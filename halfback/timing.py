@@ -50,7 +50,7 @@ class Like:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def make(self, device: torch.device, bound: int) -> Tensor:
+    def make(self, device: torch.device | None, bound: int) -> Tensor:
         t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point:
             return t.normal_()
@@ -95,8 +95,6 @@ class Clock:
             except (RuntimeError, NotImplementedError, TypeError, ValueError):
                 self.failed.add(str(func))
                 return estimate()
-            finally:
-                leaves = args = kwargs = None
 
 
 def _hashable(x: Any) -> Any:

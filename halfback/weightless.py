@@ -50,8 +50,9 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
         try:
             yield mode
         except UNKNOWN as e:
+            asked = getattr(e, "func", e)
             raise ValueError(
-                f"{type(model).__name__} asks for the value of a tensor ({e.func}), which a tensor without contents does not have. "
+                f"{type(model).__name__} asks for the value of a tensor ({asked}), which a tensor without contents does not have. "
                 "Run it for real, as hb.profile(model, batch, real=True), or keep that part of the model out of the forward."
             ) from e
 
@@ -75,10 +76,10 @@ def faked(mode: FakeTensorMode, batch: Any) -> Any:
 def _off_meta(model: nn.Module) -> Iterator[None]:
     """Parameters and buffers on the meta device are fake ones on the CPU for a while; tied ones stay tied."""
     made: dict[int, Tensor] = {}
-    swapped: list[tuple[dict, str, Tensor]] = []
+    swapped: list[tuple[Any, str, Tensor]] = []
     for module in model.modules():
         for owner in (module._parameters, module._buffers):
-            for name, t in owner.items():
+            for name, t in owner.items():  # type: ignore[attr-defined]
                 if t is None or not t.is_meta:
                     continue
                 if id(t) not in made:
@@ -125,6 +126,10 @@ class AsOnGPU(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        for kind in types:
+            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func in (F.dropout, torch.dropout):
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
