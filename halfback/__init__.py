@@ -14,6 +14,7 @@ audit = hb.audit(model, batch)                               approximate against
 """
 
 from .attention import attention_memory
+from .audit import Audit, Monitor, audit
 from .functional import sbp
 from .memory import Profile, held, profile
 from .methods import SBP, DropIT, Lean, Recompute, SkipTokens, parse
@@ -25,8 +26,10 @@ from .streams import Streams
 __version__ = "0.1.0"
 __all__ = [
     "SBP",
+    "Audit",
     "DropIT",
     "Lean",
+    "Monitor",
     "Plan",
     "Positions",
     "Profile",
@@ -36,6 +39,7 @@ __all__ = [
     "Streams",
     "apply_",
     "attention_memory",
+    "audit",
     "exact",
     "held",
     "parse",

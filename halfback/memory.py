@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from .batches import Batch, check_batch, loss_of, size_of
 from .report import readable, rows
-from .weightless import backward, faked, untouched, weightless
+from .untouched import untouched
+from .weightless import backward, faked, weightless
 
 PAGE = 512  # bytes; the CUDA allocator gives whole ones
 Self = TypeVar("Self", bound="Held")
@@ -443,8 +444,6 @@ def profile(
     check_batch(model, batch, "profile")
     on_gpu = _on_gpu(model, device, real)
     with untouched(model):
-        if not model.training:
-            model.train()
         if real:
             out = _watched(model, batch, _state_of(model, optimizer, None), _device_of(model), False)
             if out.device == "cuda":

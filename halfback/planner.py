@@ -39,7 +39,8 @@ from .methods import SBP, DropIT, Lean, Method, Recompute, from_json
 from .report import readable
 from .rewrite import Report, remove_
 from .timing import Clock, Rates
-from .weightless import backward, faked, untouched, weightless
+from .untouched import untouched
+from .weightless import backward, faked, weightless
 
 PREFER = ("exact", "fast")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -306,7 +307,6 @@ class Planner:
     def _with(self, methods: tuple[Method, ...]) -> Iterator[Any]:
         """The model with methods applied, on fake tensors; afterwards as it was."""
         with untouched(self.model):
-            self.model.train()
             if methods:
                 rewrite.apply_(self.model, *methods)
             try:

@@ -160,31 +160,3 @@ class AsOnGPU(TorchFunctionMode):
 def backward(loss: Tensor) -> None:
     """loss.backward(), which as a torch function would run with all modes of functions off."""
     torch.autograd.graph._engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs within: gradients, buffers, modes, random numbers and the counters of our methods are afterwards as they were."""
-    tensors = [*model.parameters(), *model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers() if not (b.is_meta or isinstance(b, FakeTensor))]
-    training = [(m, m.training) for m in model.modules()]
-    states = [s for m in model.modules() for s in getattr(m.__dict__.get("_halfback"), "states", [])]
-    marks = [s.mark() for s in states]
-    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            for p, _ in gradients:
-                p.grad = None
-            yield
-    finally:
-        for p, grad in gradients:
-            p.grad = grad
-        with torch.no_grad():
-            for b, before in buffers:
-                if not torch.equal(b, before):
-                    b.copy_(before)
-        for m, was in training:
-            m.training = was
-        for s, mark in zip(states, marks, strict=True):
-            s.rewind(mark)
