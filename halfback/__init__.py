@@ -17,7 +17,7 @@ from .attention import attention_memory
 from .audit import Audit, Monitor, audit
 from .functional import sbp
 from .memory import Profile, held, profile
-from .methods import SBP, DropIT, Lean, Recompute, SkipTokens, parse
+from .methods import SBP, ChunkedLoss, DropIT, Lean, Recompute, SkipTokens, parse
 from .planner import Plan, apply_, plan
 from .positions import Positions
 from .rewrite import Report, exact, remove_
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SBP",
     "Audit",
+    "ChunkedLoss",
     "DropIT",
     "Lean",
     "Monitor",

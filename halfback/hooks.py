@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from . import ops  # noqa: F401  fills the table
@@ -382,6 +384,11 @@ class Standin:
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
+    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = ""):
+        super().__init__(module, own)
+        self.parts, self.name = parts, name
+        self.checked = False
+
     def __call__(self, *args, **kwargs):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
@@ -391,7 +398,48 @@ class Recomputed(Standin):
             return self.streams(kwargs[key], lambda again, *a, **kw: self.plain(*a, **{key: again}, **kw), args, rest)
         if args and isinstance(args[0], Streams):
             return self.streams(args[0], self.plain, args[1:], kwargs)
+        samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
+        if samples > 1:
+            return self.in_parts(samples, args, kwargs)
         return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+    # A batch in parts
+
+    def samples(self, args: tuple, kwargs: dict) -> int:
+        first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        return 1 if first is None or first.ndim < 2 else len(first)
+
+    def in_parts(self, samples: int, args: tuple, kwargs: dict) -> Any:
+        if not self.checked and not any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
+            self.check(samples, args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        parts = -(-samples // -(-samples // self.parts))
+        shares = [t.split(-(-samples // self.parts)) if _has_samples(t, samples) else (t,) * parts for t in leaves]
+        outs = []
+        for part in zip(*shares, strict=True):
+            a, kw = tree_unflatten(part, spec)
+            outs.append(checkpoint(self.plain, *a, use_reentrant=False, **kw))
+        return _joined(outs, self.name)
+
+    def check(self, samples: int, args: tuple, kwargs: dict) -> None:
+        """Is what becomes of a sample the same whoever is beside it?"""
+        modes = [(m, m.training) for m in self.module.modules()]
+        devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda})
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            self.module.eval()
+            try:
+                (a, kw), (one, named) = (_first(n, (args, kwargs), samples) for n in (2, 1))
+                pair, alone = self.plain(*a, **kw), self.plain(*one, **named)
+                pairs = zip(tree_leaves(pair), tree_leaves(alone), strict=True)
+                same = all(_close(p[:1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
+            except (RuntimeError, ValueError) as e:
+                raise ValueError(f"Recompute(parts={self.parts}): {self.name} does not run on a part of the batch: {e}") from e
+            finally:
+                for m, was in modes:
+                    m.training = was
+        if not same:
+            raise ValueError(f"Recompute(parts={self.parts}): the samples of a batch see each other in {self.name}. Leave parts=1 for it.")
+        self.checked = True
 
     def streams(self, x: Streams, forward: Any, rest: tuple, kwargs: dict) -> Any:
         # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
@@ -412,3 +460,28 @@ class Recomputed(Standin):
             _allow(False)
             return out
         return checkpoint(run, *tensors, *rest, use_reentrant=False, **kwargs)
+
+
+def _has_samples(t: Any, samples: int) -> bool:
+    return isinstance(t, Tensor) and t.ndim > 0 and len(t) == samples
+
+
+def _first(n: int, tree: Any, samples: int) -> Any:
+    """The first n samples of a batch; what has no samples stays as it is."""
+    return tree_map_only(Tensor, lambda t: t[:n] if _has_samples(t, samples) else t, tree)
+
+
+def _joined(outs: list, name: str) -> Any:
+    """What a block returned for the parts of a batch, as for the whole."""
+    if isinstance(outs[0], Tensor):
+        return torch.cat(outs)
+    if isinstance(outs[0], (tuple, list)):
+        return type(outs[0])([_joined(list(x), name) for x in zip(*outs, strict=True)])
+    if outs[0] is None:
+        return None
+    raise ValueError(f"Recompute(parts=...): {name} returns {type(outs[0]).__name__}, whose parts cannot be joined. Leave parts=1 for it.")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    loose = 0.05 if a.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    return a.shape == b.shape and bool((a - b).abs().max() <= loose * b.abs().max() + 1e-6)

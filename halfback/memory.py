@@ -195,7 +195,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor):
+            if isinstance(t, Tensor) and not t.is_meta:
                 for part in _parts(t):
                     self._count(part.untyped_storage(), func)
         if self.alive > self.most:

@@ -133,10 +133,26 @@ class Recompute(Method):
     falls away in a compiled model.
 
     sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.
+    parts     a batch goes through a recomputed block in so many parts, one after the other, so that the block has less alive at a time.
+              Its samples must not see each other, as they do in a batch norm; the first step checks that. Blocks that SBP runs, and
+              compiled ones, are run whole.
     """
 
     layers: Layers = "all"
     sparing: bool = False
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
+            raise ValueError(f"Recompute(): parts={self.parts!r} must be a positive number of parts of a batch, as 4.")
+
+
+@dataclass(frozen=True)
+class ChunkedLoss(Method):
+    """A language model's scores (logits) are never all there: its last layer and the cross entropy run on some rows at a time. The
+    gradient is exact, the same sums in another order. What else asks for the scores gets them, computed."""
+
+    layers: Layers = field(default="all", init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -200,7 +216,7 @@ class DropIT(Method):
         return (Channels if self.of == "channels" else Rows)(self.keep, self.select)
 
 
-METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute, Lean, DropIT)}
+METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute, Lean, DropIT, ChunkedLoss)}
 
 
 def parse(text: str) -> tuple[Any, ...]:

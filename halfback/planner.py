@@ -34,8 +34,9 @@ from torch.utils._pytree import tree_leaves
 from . import blocks as finding
 from . import rewrite
 from .batches import Batch, check_batch, loss_of, resized, size_of
+from .heads import find_heads
 from .memory import PAGE, Peak, Place, Profile, gradients_there, known_tensors, profile
-from .methods import SBP, DropIT, Lean, Method, Recompute, from_json
+from .methods import SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, from_json
 from .report import readable
 from .rewrite import Report, remove_
 from .timing import Clock, Rates
@@ -210,6 +211,8 @@ class Kind:
     base: str = ""  # "", "lean", "dropit"
     keep: float | None = None
     sparing: bool = False  # the base works in recomputed blocks too
+    parts: int = 1  # in which a batch goes through recomputed blocks
+    chunked: bool = False  # the loss of a large vocabulary
 
     @property
     def exact(self) -> bool:
@@ -224,7 +227,9 @@ class Kind:
         if self.base == "dropit":
             found.append(_dropit(family))
         if recomputed:
-            found.append(Recompute(layers=tuple(recomputed), sparing=self.sparing))
+            found.append(Recompute(layers=tuple(recomputed), sparing=self.sparing, parts=self.parts))
+        if self.chunked:
+            found.append(ChunkedLoss())
         return tuple(found)
 
     def preset(self, family: str) -> str:
@@ -238,7 +243,7 @@ def _dropit(family: str) -> DropIT:
     return DropIT(keep=0.1, activation_bits=4) if family == "transformer" else DropIT(keep=0.2)
 
 
-EXACT = (Kind(), Kind("lean"), Kind("lean", sparing=True))
+EXACT = (Kind(), Kind("lean"), Kind("lean", sparing=True), Kind("lean", parts=4))
 APPROXIMATE = (Kind("dropit"), *(Kind("lean", keep, sparing) for keep in (0.5, 0.25) for sparing in (False, True)), Kind("dropit", 0.5))
 
 
@@ -279,7 +284,8 @@ class Point:
 def _short(m: Method) -> str:
     if isinstance(m, (SBP, Recompute)) and isinstance(m.layers, tuple):
         name = f"sbp(keep={m.keep})" if isinstance(m, SBP) else "recompute"
-        return f"{name} of {len(m.layers)} blocks"
+        how = "" if isinstance(m, SBP) else ", sparing" * m.sparing + f", in {m.parts} parts" * (m.parts > 1)
+        return f"{name} of {len(m.layers)} blocks{how}"
     return str(m)
 
 
@@ -300,6 +306,7 @@ class Planner:
         first = next(iter(model.parameters()), None)
         self.clock = Clock(first.device if first is not None else None, rates)
         self.sbp = finding.choose(model, found, "paper") if found else []
+        self.heads = find_heads(model, self.names)
         self.ways: dict[tuple[Kind, bool], Way | None] = {}
         self.counted: dict[tuple[Method, ...], Point | None] = {}
 
@@ -323,7 +330,7 @@ class Planner:
         key = kind, recompute
         if key not in self.ways:
             methods = kind.methods(self.family, self.sbp, self.names if recompute else ())
-            same = [k for k in self.ways if not recompute and not k[1] and replace(k[0], sparing=kind.sparing) == kind]
+            same = [k for k in self.ways if not recompute and not k[1] and replace(k[0], sparing=kind.sparing, parts=kind.parts) == kind]
             self.ways[key] = self.ways[same[0]] if same else self._count(methods)
         return self.ways[key]
 
@@ -367,12 +374,13 @@ class Planner:
 
     def tiers(self, prefer: str) -> list[list[Kind]]:
         """NOTE [exact first]"""
-        kinds = [k for k in APPROXIMATE if k.keep is None or self.sbp]
+        exact = [*EXACT, *(replace(k, chunked=True) for k in EXACT if self.heads)]
+        kinds = [replace(k, chunked=bool(self.heads)) for k in APPROXIMATE if k.keep is None or self.sbp]
         known = {k: points_of(k.preset(self.family), self.family)[0] for k in kinds}
         cost = {k: math.inf if points is None else points for k, points in known.items()}
         cheap = [k for k in kinds if cost[k] <= POINTS]
         rest = sorted((k for k in kinds if prefer == "exact" or k not in cheap), key=lambda k: cost[k])
-        return [[*EXACT, *(cheap if prefer == "fast" else [])], *([k] for k in rest)]
+        return [[*exact, *(cheap if prefer == "fast" else [])], *([k] for k in rest)]
 
     def levels(self) -> Iterator[float]:
         limit = float(self.plain.peak)
@@ -408,10 +416,8 @@ class Planner:
         raise Impossible(budget, smallest, self.plain)
 
     def curve(self, prefer: str = "exact") -> list[Point]:
-        """Memory against time: every choice that is worth counting, from the roomiest to the tightest."""
-        kinds = [k for tier in self.tiers(prefer) for k in tier] if prefer == "fast" else EXACT
-        points = [p for c in self.choices(kinds) if (p := self.point(c)) is not None]
-        return points
+        """Memory against time: the choices of the first tier, from the roomiest to the tightest."""
+        return [p for c in self.choices(self.tiers(prefer)[0]) if (p := self.point(c)) is not None]
 
 
 class Impossible(ValueError):

@@ -19,8 +19,9 @@ from typing import Any
 from torch import nn
 
 from . import blocks as finding
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, State, restore_setting
-from .methods import METHODS, SBP, DropIT, Lean, Method, Recompute, SkipTokens
+from .heads import LEAST, Spared, find_heads
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, Standin, State, restore_setting
+from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .watch import Row, Watch, Watched, choose_layers
 
 
@@ -83,7 +84,7 @@ class Report:
         lines = [f"halfback: {' + '.join(str(m) for m in self.methods)} on {self.model}"]
         if self.blocks:
             lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
-        elif not self.recomputed and not any(isinstance(m, (Lean, DropIT)) for m in self.methods):
+        elif not self.recomputed and not any(isinstance(m, (Lean, DropIT, ChunkedLoss)) for m in self.methods):
             lines.append("  nothing: keep=1 keeps everything, so training is exact")
         if self.recomputed:
             lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
@@ -149,6 +150,37 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
 
     Eval mode and no_grad are untouched. Everything is checked before anything is changed.
     """
+    _check(model, methods)
+    found = finding.find_blocks(model)
+    lean = [m for m in methods if isinstance(m, (Lean, DropIT))]
+    picks = {type(m): finding.choose(model, found, m.layers) for m in methods if isinstance(m, (SBP, SkipTokens, Recompute))}
+    heads = _heads(model, found) if any(isinstance(m, ChunkedLoss) for m in methods) else []
+    modules = dict(model.named_modules())
+    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
+
+    streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
+    chosen = picks[type(streamed)] if streamed and streamed.keep < 1 else []  # who keeps everything is exact
+    again = next((m for m in methods if isinstance(m, Recompute)), None)
+    recomputed = picks.get(Recompute, [])
+    if again and again.parts > 1:
+        _check_parts(again, recomputed, modules)
+    report = Report(type(model).__name__, methods, chosen, recomputed)
+    states: list[State | Watch] = []
+    if lean:
+        spared = again is not None and again.sparing
+        states.append(_watch(model, lean, [b for b in found if spared or b[0] not in recomputed], report))
+    if streamed and chosen:
+        states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
+    for name in recomputed:
+        block = modules[name]
+        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
+    if heads:
+        model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
+    object.__setattr__(model, "_halfback", Applied(report, states))
+    return report
+
+
+def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply_(): expected a torch.nn.Module, found {type(model).__name__}.")
     if not methods:
@@ -166,32 +198,29 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
             said = " + ".join(str(m) for m in module.__dict__["_halfback"].report.methods)
             raise ValueError(f"apply_(): {name or type(model).__name__} already has {said}. Call hb.remove_() on it first.")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), module.__dict__.get("forward")]
-        if any(isinstance(h, (Hook, Recomputed, Watched)) for h in hooks):
+        if any(isinstance(h, (Hook, Standin)) for h in hooks):
             raise ValueError(
                 f"apply_(): {name or type(model).__name__} is part of a model that has methods. Call hb.remove_() on that first."
             )
 
-    found = finding.find_blocks(model)
-    lean = [m for m in methods if isinstance(m, (Lean, DropIT))]
-    picks = {type(m): finding.choose(model, found, m.layers) for m in methods if m not in lean}
-    modules = dict(model.named_modules())
-    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
 
-    streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
-    chosen = picks[type(streamed)] if streamed and streamed.keep < 1 else []  # who keeps everything is exact
-    recomputed = picks.get(Recompute, [])
-    report = Report(type(model).__name__, methods, chosen, recomputed)
-    states: list[State | Watch] = []
-    if lean:
-        sparing = any(isinstance(m, Recompute) and m.sparing for m in methods)
-        states.append(_watch(model, lean, [b for b in found if sparing or b[0] not in recomputed], report))
-    if streamed and chosen:
-        states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
-    for name in recomputed:
-        block = modules[name]
-        block.forward = Recomputed(block, block.__dict__.get("forward"))
-    object.__setattr__(model, "_halfback", Applied(report, states))
-    return report
+def _check_parts(method: Recompute, names: list[str], modules: dict[str, nn.Module]) -> None:
+    for name in names:
+        norm = next((m for m in modules[name].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
+        if norm is not None:
+            raise ValueError(
+                f"apply_(): parts={method.parts}: {name} has a {type(norm).__name__}, whose statistics are of a whole batch. Leave parts=1."
+            )
+
+
+def _heads(model: nn.Module, found: list[finding.Named]) -> list[str]:
+    heads = find_heads(model, [name for name, _ in found])
+    if not heads:
+        raise ValueError(
+            f"apply_(): {type(model).__name__} has no linear layer outside of its blocks with {LEAST} outputs or more, so ChunkedLoss has "
+            "nothing to spare. It is for large vocabularies."
+        )
+    return heads
 
 
 def _watch(model: nn.Module, methods: list, found: list[finding.Named], report: Report) -> Watch:
@@ -269,7 +298,7 @@ def remove_(model: nn.Module) -> None:
                 del hooks[key]
                 for flags in extra:
                     flags.pop(key, None)
-        while isinstance(module.__dict__.get("forward"), (Recomputed, Watched)):
+        while isinstance(module.__dict__.get("forward"), Standin):
             own = module.__dict__["forward"].own
             if own is None:
                 del module.forward

@@ -1,0 +1,302 @@
+"""The loss of a large vocabulary without its scores.
+
+    loss = mean over rows of   logsumexp(x W') - (x W')[target]
+    dx   = (softmax(x W') - onehot(target)) W,    dW = (softmax(x W') - onehot(target))' x
+
+A language model's last layer makes tens of thousands of scores for each token: often more bytes than all of its blocks hold. Here it
+returns `Scores`, a tensor that knows how it would be computed. Cross entropy of it runs on some rows at a time and finds the gradient
+on the way, so that no more than a few rows' scores are ever there, and nothing is computed twice. Everything else that is asked of
+`Scores` computes them, as they would have been.
+
+Gradients are exact: the same sums in another order. They are held without the factor 1 / rows, which the backward multiplies with the
+gradient of the loss: in fp16 a loss scale then reaches them before they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from .hooks import Standin
+from .notes import listen, note
+
+LEAST = 4096  # outputs that make a layer worth it
+PART = 2**27  # bytes of a part's scores in fp32
+ABOUT = {"size", "dim", "numel", "__len__", "is_floating_point", "element_size", "nelement", "ndimension", "is_complex", "__get__"}
+CONTENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that are tensors
+ORDINARY = (Tensor, nn.Parameter, FakeTensor)
+
+
+def find_heads(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Linear layers outside of blocks with so many outputs that their scores are worth sparing."""
+    inside = tuple(name + "." for name in blocks)
+    return [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and not name.startswith(inside) and m.out_features >= max(LEAST, 2 * m.in_features)
+    ]
+
+
+def rows_of_a_part(classes: int) -> int:
+    return max(64, PART // (4 * classes) // 64 * 64)
+
+
+# The loss, a part at a time
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The sum over rows, and the number of rows that count, of a cross entropy; the gradient is found in the forward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, rows, ignored, smoothing):
+        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        total = torch.zeros((), dtype=wide, device=x.device)
+        grads = _Gradients(ctx.needs_input_grad, x, weight, bias, wide)
+        for i in range(0, len(x), rows):
+            part, wanted = x[i : i + rows], target[i : i + rows]
+            counts = wanted != ignored
+            wanted = torch.where(counts, wanted, 0)[:, None]
+            scores = F.linear(part, weight, bias).to(wide)
+            normal = scores.logsumexp(-1, keepdim=True)
+            loss = normal - scores.gather(1, wanted)
+            if smoothing:
+                loss = (1 - smoothing) * loss + smoothing * (normal - scores.mean(-1, keepdim=True))
+            total += (loss[:, 0] * counts).sum()
+            if grads.any:
+                flowing = scores.sub_(normal).exp_()
+                if smoothing:
+                    flowing -= smoothing / flowing.shape[1]
+                flowing.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=wide))
+                grads.add((flowing * counts[:, None]).to(x.dtype), part, i)
+        ctx.save_for_backward(*grads.found)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, factor):
+        found = [None if g is None else (g.to(factor.dtype) * factor).to(g.dtype) for g in ctx.saved_tensors]
+        return (*found, None, None, None, None)
+
+
+class _Gradients:
+    """Those of x, weight and bias that are wanted, as they add up."""
+
+    def __init__(self, wanted: Sequence[bool], x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype):
+        self.weight_itself = weight
+        self.x = torch.empty_like(x) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        self.any = any(wanted[:3])
+
+    def add(self, flowing: Tensor, part: Tensor, at: int) -> None:
+        if self.x is not None:
+            torch.mm(flowing, self.weight_itself, out=self.x[at : at + len(part)])
+        if self.weight is not None:
+            self.weight += flowing.t() @ part
+        if self.bias is not None:
+            self.bias += flowing.sum(0)
+
+    @property
+    def found(self) -> tuple[Tensor | None, ...]:
+        """The weight's rounded to its dtype, but for fp16, whose range the sum may leave."""
+        weight = self.weight
+        if weight is not None and self.weight_itself.dtype is torch.bfloat16:
+            weight = weight.to(torch.bfloat16)
+        return self.x, weight, self.bias
+
+
+def cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, mean: bool, smoothing: float) -> Tensor:
+    total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
+    return total / (target != ignored).sum() if mean else total
+
+
+# Scores that are not there
+
+
+class Scores(Tensor):
+    """What a last layer would return: `x @ weight.T + bias`, in a dtype; computed when somebody asks for more than its cross entropy."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    told: Callable[[str], Any]
+    versions: list[tuple[Tensor, int]]
+
+    @staticmethod
+    def __new__(cls, x, weight, bias, told, dtype=None, versions=None):
+        shape = (*x.shape[:-1], len(weight))
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made = make(cls, shape, dtype=dtype or x.dtype, device=x.device, requires_grad=True)
+        made.x, made.weight, made.bias, made.told = x, weight, bias, told
+        made.versions = versions or [(t, t._version) for t in (x, weight, bias) if t is not None]
+        return made
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def _like(self, x: Tensor, dtype: torch.dtype | None = None) -> Scores:
+        return Scores(x, self.weight, self.bias, self.told, dtype or self.dtype, self.versions)
+
+    def whole(self) -> Tensor:
+        """The scores themselves."""
+        for t, version in self.versions:
+            if t._version != version:
+                raise RuntimeError(
+                    "halfback: scores (logits) are asked for that ChunkedLoss never computed, and the weights they come from have changed "
+                    "since. Ask for them before optimizer.step(), or leave ChunkedLoss out."
+                )
+        return F.linear(self.x, self.weight, self.bias).to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ABOUT and getattr(getattr(func, "__self__", None), "__name__", "") not in CONTENTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], Scores):
+            found = _spared(func, name, args[0], args[1:], kwargs)
+            if found is not None:
+                return found
+        return _computed(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"halfback: {func} reached scores (logits) that ChunkedLoss did not compute. Leave it out.")
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"Scores(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+
+
+def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    def whole(x: Any) -> Any:
+        if isinstance(x, Scores):
+            x.told(name)
+            return x.whole()
+        return type(x)(map(whole, x)) if type(x) in (tuple, list) else x
+
+    return func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
+
+
+def _spared(func: Any, name: str, scores: Scores, args: tuple, kwargs: dict) -> Any:
+    """What needs no scores: other shapes of the rows, another dtype, cross entropy. None for all else."""
+    if func is F.cross_entropy:
+        return _loss(scores, *args, **kwargs)
+    if name == "float" and not args and not kwargs:
+        return scores._like(scores.x, torch.float32)
+    if name == "to" and not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype) and args[0].is_floating_point:
+        return scores._like(scores.x, args[0])
+    if name == "contiguous" and not args and not kwargs:
+        return scores
+    if name in ("view", "reshape", "flatten") and not kwargs:
+        return _reshaped(scores, name, args)
+    if name == "__getitem__" and _whole_rows(args[0], scores.dim()):
+        return scores._like(scores.x[args[0]])
+    return None
+
+
+def _reshaped(scores: Scores, name: str, args: tuple) -> Scores | None:
+    try:
+        shape = getattr(torch.empty(scores.shape, device="meta"), name)(*args).shape
+    except (RuntimeError, TypeError):
+        return None  # the scores themselves say why
+    same = len(shape) > 0 and shape[-1] == scores.shape[-1]
+    return scores._like(scores.x.reshape(*shape[:-1], scores.x.shape[-1])) if same else None
+
+
+def _whole_rows(index: Any, dims: int) -> bool:
+    """Does an index leave the last axis as it is?"""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor) for i in parts):
+        return len(parts) == 1 and parts[0].ndim < dims and parts[0].dtype in (torch.bool, torch.int64)
+    if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in parts):
+        return False
+    used = sum(i is not None and i is not Ellipsis for i in parts)
+    if Ellipsis not in parts and used < dims:
+        return True
+    return isinstance(parts[-1], slice) and parts[-1] == slice(None)
+
+
+def _loss(
+    scores, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+) -> Tensor | None:
+    known = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    rows = scores.dim() == 2 and isinstance(target, Tensor) and target.shape == scores.shape[:1] and not target.is_floating_point()
+    if not (known and rows):
+        return None
+    x, own, bias = scores.x, scores.weight, scores.bias
+    loss = cross_entropy(x, own, bias, target.to(torch.int64), ignore_index, reduction == "mean", label_smoothing)
+    return loss.to(scores.dtype)
+
+
+# On a model
+
+
+class Spared(Standin):
+    """The forward of a model whose last layers return `Scores`."""
+
+    def __init__(self, module: nn.Module, heads: list[str], report: Any, own: Any = None):
+        super().__init__(module, own)
+        self.heads, self.report = heads, report
+        self.on = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_owner"}
+
+    @property
+    def owner(self) -> int:
+        if "_owner" not in self.__dict__:
+            self._owner = listen(self.report)
+        return self._owner
+
+    def __call__(self, *args, **kwargs):
+        if not (self.module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        with Sparing(self):
+            return self.plain(*args, **kwargs)
+
+    def head_of(self, weight: Any) -> str:
+        """The name of the last layer that a weight belongs to, if it is one."""
+        for name in self.heads:
+            if self.module.get_submodule(name).weight is weight:
+                return name
+        return ""
+
+
+class Sparing(TorchFunctionMode):
+    def __init__(self, spared: Spared):
+        super().__init__()
+        self.spared = spared
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for kind in types:
+            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        if func is F.linear and torch.is_grad_enabled():
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            name = self.spared.head_of(given["weight"]) if type(given["input"]) in ORDINARY else ""
+            if name:
+                return self._scores(name, given["input"], given["weight"], given.get("bias"))
+        return func(*args, **kwargs)
+
+    def _scores(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scores:
+        owner = self.spared.owner
+        note(owner, name, "loss in parts", f"{rows_of_a_part(len(weight))} rows at a time")
+        versions = [(t, t._version) for t in (x, weight, bias) if t is not None]
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
+
+        def told(func: str) -> None:
+            note(owner, name, "scores computed after all, as asked for by", func)
+
+        return Scores(x, weight, bias, told, versions=versions)
