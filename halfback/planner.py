@@ -49,6 +49,7 @@ CONTEXT = 600 * 2**20  # what CUDA itself takes on a device, with the libraries'
 UNUSED = 0.03  # the share of what the allocator reserves that lies between tensors
 STEP = 0.96  # from one level of memory to the next
 POINTS = 1.0  # of accuracy: what "fast" may cost
+BLOCKS = "paper"  # where SBP may work: where it was seen to cost little
 SLACK = 1.1  # a choice whose estimate is above the budget by this is not counted as a whole
 PRESETS = Path(__file__).with_name("presets.json")
 
@@ -79,6 +80,7 @@ class Preset:
     methods: str
     family: str
     points: float
+    error: float  # of that mean: its standard error over seeds
     source: str
 
 
@@ -234,7 +236,7 @@ class Kind:
 
     def preset(self, family: str) -> str:
         """How the presets call it."""
-        parts = [str(SBP(keep=self.keep))] if self.keep is not None else []
+        parts = [str(SBP(keep=self.keep, layers=BLOCKS))] if self.keep is not None else []
         return "+".join([*parts, *([str(_dropit(family))] if self.base == "dropit" else [])])
 
 
@@ -305,7 +307,7 @@ class Planner:
         self.device = self.plain.device
         first = next(iter(model.parameters()), None)
         self.clock = Clock(first.device if first is not None else None, rates)
-        self.sbp = finding.choose(model, found, "paper") if found else []
+        self.sbp = finding.choose(model, found, BLOCKS) if found else []
         self.heads = find_heads(model, self.names)
         self.ways: dict[tuple[Kind, bool], Way | None] = {}
         self.counted: dict[tuple[Method, ...], Point | None] = {}
