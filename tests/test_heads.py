@@ -1,0 +1,361 @@
+"""ChunkedLoss: the loss of a large vocabulary without its scores; and Recompute in parts of a batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import halfback as hb
+from halfback import heads
+
+V, D = 4100, 16
+
+
+class Small(nn.Module):
+    """Two blocks and a head with a bias."""
+
+    def __init__(self, classes: int = V, bias: bool = True):
+        super().__init__()
+        self.embed = nn.Embedding(50, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(D, classes, bias=bias)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def made(dtype=torch.float64, **kw):
+    torch.manual_seed(0)
+    model = Small(**kw).to(dtype).train()
+    return model, torch.randint(0, 50, (3, 7)), torch.randint(0, V, (3, 7))
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+
+def furthest(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max() / (b[k].abs().max() + 1e-30)) for k in b)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    monkeypatch.setattr(heads, "rows_of_a_part", lambda classes: 4)
+
+
+LOSSES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.1},
+    "ignored": {"ignore_index": 7},
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_loss_and_gradients_are_autograds_in_fp64(kind, bias, few_rows):
+    model, ids, y = made(bias=bias)
+    y[0, :3] = LOSSES[kind].get("ignore_index", -100)
+
+    def loss():
+        return F.cross_entropy(model(ids).view(-1, V), y.view(-1), **LOSSES[kind])
+
+    plain = loss()
+    wanted = gradients(model, plain)
+    report = hb.apply_(model, hb.ChunkedLoss())
+    mine = loss()
+    assert torch.allclose(mine, plain, rtol=1e-14)
+    assert furthest(gradients(model, mine), wanted) < 1e-12
+    assert "loss in parts: 4 rows" in str(report) and "after all" not in str(report)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1e-4])
+def test_a_factor_of_the_loss_reaches_the_gradient_and_a_second_backward_gives_it_again(factor, few_rows):
+    model, ids, y = made()
+    wanted = gradients(model, factor * F.cross_entropy(model(ids).flatten(0, 1), y.flatten()))
+    hb.apply_(model, hb.ChunkedLoss())
+    loss = factor * F.cross_entropy(model(ids).flatten(0, 1), y.flatten())
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    once = {k: p.grad.clone() for k, p in model.named_parameters()}
+    assert furthest(once, wanted) < 1e-12
+    loss.backward()
+    assert all(torch.allclose(p.grad, 2 * once[k], rtol=1e-12) for k, p in model.named_parameters())
+
+
+def test_all_targets_ignored_is_nan_as_in_torch(few_rows):
+    model, ids, y = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    assert F.cross_entropy(model(ids).view(-1, V), torch.full_like(y, -100).view(-1)).isnan()
+
+
+ASKED = {
+    "argmax": lambda s: s.argmax(-1),
+    "add": lambda s: s + 1,
+    "softmax": lambda s: s.softmax(-1),
+    "transpose": lambda s: s.transpose(1, 2),
+    "last axis": lambda s: s[..., :5],
+    "data": lambda s: s.data,
+    "cat": lambda s: torch.cat([s, s]),
+    "tolist": lambda s: s.tolist(),
+    "other view": lambda s: s.view(-1, V // 2),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_whoever_asks_for_scores_gets_them(what):
+    model, ids, _ = made()
+    wanted = ASKED[what](model(ids))
+    report = hb.apply_(model, hb.ChunkedLoss())
+    found = ASKED[what](model(ids))
+    assert found == wanted if isinstance(wanted, list) else torch.equal(found, wanted)
+    assert "scores computed after all" in str(report)
+
+
+ROWS = {
+    "shift": lambda s: s[..., :-1, :],
+    "first": lambda s: s[0],
+    "row": lambda s: s[:, 2],
+    "mask": lambda s: s[torch.tensor([True, False, True])],
+    "slices": lambda s: s[1:, ::2, :],
+    "flatten": lambda s: s.flatten(0, 1),
+    "reshape": lambda s: s.reshape(7, 3, V),
+    "float": lambda s: s.float(),
+    "to": lambda s: s.to(torch.bfloat16),
+    "none": lambda s: s[None],
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_in_other_shapes_stay_uncomputed_and_are_right_when_computed(what):
+    model, ids, _ = made()
+    wanted = ROWS[what](model(ids))
+    hb.apply_(model, hb.ChunkedLoss())
+    found = ROWS[what](model(ids))
+    assert isinstance(found, heads.Scores) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert torch.allclose(found + 0, wanted, rtol=1e-2 if wanted.dtype is torch.bfloat16 else 1e-6)
+
+
+def test_gradients_of_a_loss_that_also_asks_for_scores_are_summed(few_rows):
+    model, ids, y = made()
+
+    def loss():
+        scores = model(ids)
+        return F.cross_entropy(scores.view(-1, V), y.view(-1)) + 1e-3 * scores.logsumexp(-1).square().mean()
+
+    wanted = gradients(model, loss())
+    hb.apply_(model, hb.ChunkedLoss())
+    assert furthest(gradients(model, loss()), wanted) < 1e-12
+
+
+def test_losses_that_it_does_not_know_are_torchs(few_rows):
+    model, ids, y = made()
+    weights = torch.rand(V, dtype=torch.float64)
+    asked = [
+        lambda s: F.cross_entropy(s.view(-1, V), y.view(-1), weight=weights),
+        lambda s: F.cross_entropy(s.view(-1, V), y.view(-1), reduction="none").sum(),
+        lambda s: F.cross_entropy(s.transpose(1, 2), y),
+        lambda s: F.cross_entropy(s.view(-1, V), torch.full((21, V), 1 / V, dtype=torch.float64)),
+    ]
+    wanted = [gradients(model, f(model(ids))) for f in asked]
+    hb.apply_(model, hb.ChunkedLoss())
+    for f, want in zip(asked, wanted, strict=True):
+        assert furthest(gradients(model, f(model(ids))), want) < 1e-12
+
+
+def test_scores_after_a_step_raise_instead_of_being_others():
+    model, ids, y = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scores = model(ids)
+    F.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
+    assert scores.argmax(-1).shape == ids.shape
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"before optimizer.step\(\)"):
+        scores.argmax(-1)
+
+
+def test_eval_and_no_grad_give_plain_tensors_and_remove_undoes():
+    model, ids, _ = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    with torch.no_grad():
+        assert type(model(ids)) is torch.Tensor
+    assert type(model.eval()(ids)) is torch.Tensor
+    assert type(model.train()(ids)) is heads.Scores
+    hb.remove_(model)
+    assert type(model(ids)) is torch.Tensor and "forward" not in model.__dict__
+
+
+def test_frozen_head_and_frozen_body(few_rows):
+    for frozen in ("head", "blocks"):
+        model, ids, y = made()
+        model.get_submodule(frozen).requires_grad_(False)
+        wanted = gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1)))
+        hb.apply_(model, hb.ChunkedLoss())
+        assert furthest(gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1))), wanted) < 1e-12
+
+
+def test_copies_and_pickles_train_too(few_rows):
+    model, ids, y = made()
+    hb.apply_(model, hb.ChunkedLoss(), hb.Lean())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        scores = other(ids)
+        assert type(scores) is heads.Scores and scores.weight is other.head.weight
+        F.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
+        assert other.head.weight.grad is not None and model.head.weight.grad is None
+
+
+def gpt2(dtype=torch.float32):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=5000, n_embd=48, n_head=3, n_layer=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    ids = torch.randint(0, 5000, (4, 33))
+    labels = ids.clone()
+    labels[0, :9] = -100
+    return GPT2LMHeadModel(config).to(dtype).train(), {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("others", ["", "+lean", "+recompute", "+sbp(keep=1.0)+lean"])
+def test_a_transformers_model_with_tied_weights_holds_no_scores(others, few_rows):
+    model, batch = gpt2()
+    wanted = gradients(model, model(**batch).loss)
+    before = hb.profile(model, batch)
+    assert any(s.bytes >= 4 * 33 * 5000 * 4 for s in before.storages)
+    hb.apply_(model, *hb.parse(f"chunkedloss{others}"))
+    after = hb.profile(model, batch)
+    assert not any(s.bytes >= 4 * 33 * 5000 * 2 for s in after.storages), "scores are held"
+    assert after.peak < 0.5 * before.peak
+    assert hb.profile(model, batch, real=True).held == after.held
+    assert furthest(gradients(model, model(**batch).loss), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_no_further_from_fp64_than_torch_is(dtype, few_rows):
+    truth, batch = gpt2(torch.float64)
+    wanted = gradients(truth, truth(**batch).loss)
+    model, _ = gpt2(dtype)
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+
+    def off():
+        found = gradients(model, scale * model(**batch).loss)
+        return sum(float((found[k].double() / scale - wanted[k]).square().sum()) for k in wanted) ** 0.5
+
+    torchs = off()
+    hb.apply_(model, hb.ChunkedLoss())
+    assert off() < 1.5 * torchs
+
+
+def test_under_autocast_the_scores_have_its_dtype(few_rows):
+    model, batch = gpt2()
+    truth = gradients(model, model(**batch).loss)
+
+    def off():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**batch)
+        found = gradients(model, out.loss)
+        return out, sum(float((found[k] - truth[k]).square().sum()) for k in truth) ** 0.5
+
+    plain, torchs = off()
+    hb.apply_(model, hb.ChunkedLoss())
+    mine, ours = off()
+    assert mine.logits.dtype == plain.logits.dtype and torch.allclose(mine.loss, plain.loss, rtol=1e-3)
+    assert ours < 1.5 * torchs
+
+
+def test_a_model_without_a_large_head_is_a_named_error():
+    model, _, _ = made(classes=10)
+    with pytest.raises(ValueError, match="no linear layer outside of its blocks with 4096 outputs"):
+        hb.apply_(model, hb.ChunkedLoss())
+    assert "forward" not in model.__dict__
+
+
+# Recompute in parts of a batch
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt2", "llama", "convnext", "bert"])
+@pytest.mark.parametrize("text", ["recompute(parts=2)", "lean+recompute(parts=3)", "lean+recompute(parts=2, sparing=True)"])
+def test_in_parts_of_a_batch_gradients_are_plains(name, text):
+    model, batch = zoo.make(name)
+    loss = zoo.loss(model, batch)
+    wanted = gradients(model, loss)
+    hb.apply_(model, *hb.parse(text))
+    mine = zoo.loss(model, batch)
+    assert torch.allclose(mine, loss, rtol=1e-6)
+    found = gradients(model, mine)
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    assert max(float((found[k] - wanted[k]).abs().max()) for k in wanted) < 1e-5 * scale
+
+
+def test_in_parts_a_block_has_less_alive():
+    ids, y = torch.randint(0, 50, (32, 64)), torch.randint(0, V, (32, 64))
+    small, batch = Small(classes=16).train(), (ids, y % 16)
+    peaks = []
+    for parts in (1, 4):
+        hb.apply_(small, hb.Recompute(parts=parts))
+        peaks.append(hb.profile(small, batch).peak)
+        hb.remove_(small)
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+class Mixing(Block):
+    def forward(self, x):
+        return super().forward(x) - x.mean(0, keepdim=True)
+
+
+class Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.batch = nn.BatchNorm1d(D)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_samples_that_see_each_other_are_a_named_error(n):
+    model, ids, _ = made()
+    model.blocks = nn.ModuleList(Mixing() for _ in range(2)).double()
+    hb.apply_(model, hb.Recompute(parts=2))
+    with pytest.raises(ValueError, match=r"see each other in blocks.0"):
+        model(ids[:, :n])
+    assert all(m.training for m in model.modules())
+
+
+def test_a_batch_norm_is_refused_before_anything_is_changed():
+    model, _, _ = made()
+    model.blocks = nn.ModuleList(Normed() for _ in range(2))
+    with pytest.raises(ValueError, match=r"blocks.0 has a BatchNorm1d"):
+        hb.apply_(model, hb.Recompute(parts=2))
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    with pytest.raises(ValueError, match="parts=0"):
+        hb.Recompute(parts=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_that_is_smaller_than_the_parts_works(batch):
+    model, ids, y = made()
+    wanted = gradients(model, F.cross_entropy(model(ids[:batch]).view(-1, V), y[:batch].view(-1)))
+    hb.apply_(model, hb.Recompute(parts=8))
+    assert furthest(gradients(model, F.cross_entropy(model(ids[:batch]).view(-1, V), y[:batch].view(-1))), wanted) < 1e-12
