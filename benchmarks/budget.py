@@ -163,6 +163,8 @@ def plans(name: str):
     planner = Planner(model, batch)
     plain = measure(model, lambda: loss_of(model, batch).backward())
     for prefer, budgets in (("exact", BUDGETS), ("fast", BUDGETS[:2])):
+        if prefer != os.environ.get("HALFBACK_PREFER", prefer):
+            continue
         for budget in budgets:
             yield one_plan(name, model, batch, planner, plain, budget, prefer)
             print(f"{name} {prefer} {budget}: {time.time() - began:.0f} s", file=sys.stderr, flush=True)

@@ -40,6 +40,7 @@ from .data import Data, load_data
 from .memory import Peak, held
 from .methods import parse
 from .models import VIT_B16, load_model, small_vit
+from .page import write_page
 from .report import picture, readable, remarks, rows, table
 from .rewrite import Report, apply_
 
@@ -73,15 +74,20 @@ class Settings:
 # Methods as text
 
 
-def split_methods(text: str) -> list[str]:
-    """The methods of a list, separated by the commas that stand in no parentheses. "exact" is among them."""
+def split_list(text: str) -> list[str]:
+    """The parts of a list, separated by the commas that stand in no parentheses."""
     found, depth, start = [], 0, 0
     for i, letter in enumerate(text + ","):
         depth += (letter in "([") - (letter in ")]")
         if letter == "," and (depth == 0 or i == len(text)):
             found.append(text[start:i].strip())
             start = i + 1
-    found = [m for m in found if m]
+    return [part for part in found if part]
+
+
+def split_methods(text: str) -> list[str]:
+    """The methods of a list. "exact" is among them."""
+    found = split_list(text)
     for m in found:
         parse(m)
         if found.count(m) > 1:
@@ -288,8 +294,14 @@ def surroundings(device: str) -> dict[str, Any]:
     return {"date": date, "device": device, "device_name": name, "threads": threads, "versions": versions, "commit": commit}
 
 
-def compare(settings: Settings, out: Path, say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Train, print a table, write compare.json and compare.png to `out`."""
+def made_of(device: str) -> dict[str, Any]:
+    """When, where and by what a page was made."""
+    found = surroundings(device)
+    return {"date": found["date"], "device": found["device_name"], "versions": found["versions"]}
+
+
+def compare(settings: Settings, out: Path, say: Callable[[str], Any] = print, html: Path | None = None) -> dict[str, Any]:
+    """Train, print a table, write compare.json and compare.png to `out`, and a page to `html`."""
     methods = split_methods(settings.methods)
     tqdm = _needed("tqdm").tqdm
     _needed("matplotlib")
@@ -312,7 +324,12 @@ def compare(settings: Settings, out: Path, say: Callable[[str], Any] = print) ->
     picture(entries, f"{settings.model} on {data.name}, {seeds}, {settings.device}", out / "compare.png")
     say("\n" + table(entries) + "\n")
     say("\n".join(remarks(entries, settings.seeds, settings.device)))
-    say(f"\nWritten: {out / 'compare.json'}, {out / 'compare.png'}")
+    written = [out / "compare.json", out / "compare.png"]
+    if html is not None:
+        head = {"title": f"halfback compare {settings.model}", "subtitle": f"{settings.model} on {data.name}, {seeds}, {settings.device}"}
+        write_page(html, {**head, "made": made_of(settings.device), "compare": entries})
+        written.append(html)
+    say(f"\nWritten: {', '.join(map(str, written))}")
     return result
 
 
