@@ -140,6 +140,32 @@ def profiles(name: str):
         hb.remove_(laptop), hb.remove_(model)
 
 
+def train(model, batch, optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+
+
+def fits(model, batch, total: int) -> bool:
+    """Does training run when the process may take no more than so many bytes on the device?"""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info()
+    context = whole - free - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((total - context) / whole)
+    try:
+        train(model, batch, optimizer)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def on_device(model, batch) -> dict[str, float]:
     """What the process takes on the device in training, as the driver sees it; and of that, what the allocator has reserved, and what
     was allocated at most."""
@@ -147,11 +173,7 @@ def on_device(model, batch) -> dict[str, float]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    torch.cuda.synchronize()
+    train(model, batch, optimizer)
     free, whole = torch.cuda.mem_get_info()
     taken = {"device_gib": whole - free, "reserved_gib": torch.cuda.memory_reserved(), "allocated_gib": torch.cuda.max_memory_allocated()}
     return {k: v / 2**30 for k, v in taken.items()}
@@ -168,9 +190,11 @@ def plans(name: str):
         for budget in budgets:
             yield one_plan(name, model, batch, planner, plain, budget, prefer)
             print(f"{name} {prefer} {budget}: {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+        if prefer == "exact":
+            yield row("sweep", name, **sweep(planner), operations=len(planner.clock.known))
+            print(f"{name} sweep: {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     again = measure(model, lambda: loss_of(model, batch).backward())
     print(f"plain again: {again['step_ms'] / plain['step_ms']:.3f}; not timed alone: {sorted(planner.clock.failed)}", file=sys.stderr)
-    yield row("sweep", name, **sweep(planner), operations=len(planner.clock.known))
 
 
 def one_plan(name, model, batch, planner, plain, budget, prefer) -> dict:
@@ -187,7 +211,7 @@ def one_plan(name, model, batch, planner, plain, budget, prefer) -> dict:
     hb.apply_(model, plan)
     try:
         figures = measure(model, lambda: loss_of(model, batch).backward())
-        taken = on_device(model, batch)
+        taken = on_device(model, batch) | {"fits_in_total": fits(model, batch, plan.total)}
     finally:
         hb.remove_(model)
         model.zero_grad(set_to_none=True)
@@ -240,7 +264,7 @@ def table(rows: list[dict]) -> str:
             mark = "" if r["used"] <= 1 and abs(r["time_error"]) <= 0.1 else "  MISSED"
             lines.append(
                 f"{r['model']:11} {r['budget']:5} {r['prefer']:5} used {r['used']:.3f}, time {r['time_ratio']:.3f} "
-                f"({r['time_error']:+.1%}), device {r['device_gib']:.2f} of {r['total_gib']:.2f} GiB{mark}  {r['label']}"
+                f"({r['time_error']:+.1%}), {'fits' if r['fits_in_total'] else 'NOT'} in {r['total_gib']:.2f} GiB{mark}  {r['label']}"
             )
         elif r["part"] == "plan":
             lines.append(f"{r['model']:11} {r['budget']:5} {r['prefer']:5} impossible, smallest {r['smallest']:.3f}")

@@ -31,14 +31,20 @@ def check_batch(model: nn.Module, batch: Any, verb: str) -> None:
         raise TypeError(f"{verb}(): batch is {type(batch).__name__}; give {FORMS}.")
     if not callable(batch) and not any(isinstance(t, Tensor) for t in tree_leaves(_plain(batch))):
         raise TypeError(f"{verb}(): there is no tensor in batch={batch!r}; give {FORMS}.")
-    if isinstance(batch, Mapping):
-        _check_names(model, batch, verb)
+    if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(
+            f"{verb}(): the model is compiled, and the compiler chooses what is held: it cannot be counted. Give the model as it was "
+            "before torch.compile."
+        )
+    if not _is_function(batch):
+        _check_signature(model, batch, verb)
 
 
-def _check_names(model: nn.Module, batch: Mapping[str, Any], verb: str) -> None:
+def _check_signature(model: nn.Module, batch: Any, verb: str) -> None:
     signature = inspect.signature(model.forward)
+    given = () if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else batch[:1] if len(batch) == 2 else batch
     try:
-        signature.bind(**batch)
+        signature.bind(*given, **(batch if isinstance(batch, Mapping) else {}))
     except TypeError as e:
         takes = ", ".join(p.name for p in signature.parameters.values())
         raise ValueError(f"{verb}(): the batch does not fit {type(model).__name__}.forward ({e}). It takes: {takes}.") from e
@@ -93,7 +99,10 @@ def _scalar(out: Any) -> Tensor:
         return _wide(out).sum()
     leaves = [t for t in tree_leaves(dict(out) if isinstance(out, Mapping) else out) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
-        raise ValueError(f"the model returned {type(out).__name__} with nothing that requires a gradient, so there is nothing to train.")
+        raise ValueError(
+            "nothing that the model returned requires a gradient, so there is nothing to train: are all parameters frozen, or is it under "
+            "no_grad?"
+        )
     total = _wide(leaves[0]).sum()
     for t in leaves[1:]:
         total = total + _wide(t).sum()
@@ -114,16 +123,19 @@ def size_of(batch: Any) -> int | None:
     return None if first is None or first.ndim == 0 else len(first)
 
 
-def resized(batch: Any, size: int) -> Any:
-    """The same batch with another number of samples, repeated or cut."""
+def resized(batch: Any, size: int, light: bool = False) -> Any:
+    """The same batch with another number of samples, repeated or cut; `light`: floating point numbers without contents."""
     now = size_of(batch)
     if now is None:
         raise ValueError(f"a batch given as a function has no size that can be changed; give {FORMS.rpartition(',')[0]}.")
 
     def change(t: Tensor) -> Tensor:
+        t = t.to("meta") if light and t.is_floating_point() else t
         if t.ndim == 0 or len(t) != now or size == now:
             return t
-        return t[:size] if size < now else t.new_zeros(()).expand(size, *t.shape[1:]) if _weightless(t) else _repeated(t, size)
+        if size < now:
+            return t[:size]
+        return torch.empty_like(t[:1].expand(size, *t.shape[1:])) if _weightless(t) else _repeated(t, size)
 
     return tree_map_only(Tensor, change, _plain(batch))
 

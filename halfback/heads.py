@@ -171,7 +171,7 @@ class Scores(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"halfback: {func} reached scores (logits) that ChunkedLoss did not compute. Leave it out.")
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"Scores(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooking
 from torch.overrides import TorchFunctionMode
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from .batches import Batch, check_batch, loss_of, size_of
 from .report import readable, rows
 from .untouched import untouched
-from .weightless import backward, faked, weightless
+from .weightless import UNKNOWN, backward, faked, weightless
 
 PAGE = 512  # bytes; the CUDA allocator gives whole ones
 Self = TypeVar("Self", bound="Held")
@@ -41,6 +41,8 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 def _parts(t: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor is made of."""
+    if t.is_nested:
+        return (t.values(), t.offsets()) if t.layout is torch.jagged else tuple(t.unbind())  # type: ignore[attr-defined]
     if t.layout is torch.strided:
         return (t,)
     if t.layout is torch.sparse_coo:
@@ -215,8 +217,9 @@ class Peak(TorchDispatchMode):
         key = storage._cdata
         if key in self.known or key in self.made:
             return
-        size = -(-storage.nbytes() // self.page) * self.page
-        self.made[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, self._where(func))
+        # A view is of what was there before, as a batch that a function closes over; it counts nothing, until it is freed too.
+        size, where = (0, Where("", "the batch")) if func.is_view else (-(-storage.nbytes() // self.page) * self.page, self._where(func))
+        self.made[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, where)
         self.alive += size
 
     def _freed(self, key: int) -> None:
@@ -443,7 +446,8 @@ def profile(
     """
     check_batch(model, batch, "profile")
     on_gpu = _on_gpu(model, device, real)
-    with untouched(model):
+    tensors = [] if callable(batch) else [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    with untouched(model, *tensors):
         if real:
             out = _watched(model, batch, _state_of(model, optimizer, None), _device_of(model), False)
             if out.device == "cuda":
@@ -451,7 +455,8 @@ def profile(
             return out
         with weightless(model, on_gpu) as mode:
             kind = "cuda" if on_gpu else _device_of(model)
-            return _watched(model, faked(mode, batch), _state_of(model, optimizer, mode), kind, True)
+            where = next((p.device for p in model.parameters()), torch.device("cpu"))
+            return _watched(model, faked(mode, batch, where), _state_of(model, optimizer, mode), kind, True)
 
 
 def _device_of(model: nn.Module) -> str:
@@ -463,6 +468,8 @@ def _on_gpu(model: nn.Module, device: str | None, real: bool) -> bool:
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"profile(): device={device!r} is none of cpu, cuda.")
     own = _device_of(model)
+    if real and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("profile(): the model is on the meta device, without contents, so real=True cannot run it. Leave real=False.")
     if real and device not in (None, own):
         raise ValueError(f"profile(): the model is on {own}, so real=True runs there. Move it to {device} first, or leave real=False.")
     return device == "cuda" and own == "cpu"
@@ -563,29 +570,49 @@ def _measured(model: nn.Module, batch: Any) -> int:
 
 def _state_of(model: nn.Module, optimizer: Any, mode: Any) -> tuple[str, int, int]:
     """Name, bytes of state, and bytes that a step has alive for a moment. Two steps are taken on fake parameters; your own optimizer's
-    class and settings are used, its state is left alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise ValueError(f"profile(): optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}; or pass your own.")
-        make: Any = OPTIMIZERS[optimizer.lower()]
-        settings: dict[str, Any] = {"momentum": 0.9} if optimizer.lower() == "sgd" else {}
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        make, settings = type(optimizer), {k: v for k, v in optimizer.defaults.items() if v is not None}
-    else:
-        raise TypeError(f"profile(): optimizer is {type(optimizer).__name__}; give a name ({', '.join(OPTIMIZERS)}) or a torch optimizer.")
-    if make is None or not parameters:
+    class, groups and settings are used, and itself left alone."""
+    groups, make = _groups(model, optimizer)
+    if make is None or not any(group["params"] for group in groups):
         return "no optimizer", 0, 0
-    with mode or torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
-        twins = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in parameters]
-        for t in twins:
-            t.grad = torch.empty_like(t)
-        stepping = make(twins, **({"lr": 1e-3} | settings))
-        for group in stepping.param_groups:
-            if group.get("foreach") is None and not group.get("fused"):
-                group["foreach"] = True  # torch's default on CUDA
+    try:
+        with mode or FakeTensorMode(allow_non_fake_inputs=True):
+            return (make.__name__, *_two_steps(make, groups))
+    except (*UNKNOWN, TypeError) as e:
+        state = getattr(optimizer, "state", {})
+        if not state:
+            raise ValueError(
+                f"profile(): a step of {make.__name__} cannot be counted without contents ({str(e)[:80]}). Take a step with it first, so "
+                f"that its state is there, or give one of {', '.join(OPTIMIZERS)}."
+            ) from e
+        tensors = [t for s in state.values() for t in tree_leaves(s) if isinstance(t, Tensor)]
+        return make.__name__, sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()), 0
+
+
+def _groups(model: nn.Module, optimizer: Any) -> tuple[list[dict[str, Any]], Any]:
+    """An optimizer's groups of parameters with their settings, and its class."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.param_groups, type(optimizer)
+    if not isinstance(optimizer, str):
+        raise TypeError(f"profile(): optimizer is {type(optimizer).__name__}; give a name ({', '.join(OPTIMIZERS)}) or a torch optimizer.")
+    if optimizer.lower() not in OPTIMIZERS:
+        raise ValueError(f"profile(): optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}; or pass your own.")
+    momentum = {"momentum": 0.9} if optimizer.lower() == "sgd" else {}
+    return [{"params": [p for p in model.parameters() if p.requires_grad], **momentum}], OPTIMIZERS[optimizer.lower()]
+
+
+def _two_steps(make: Any, groups: list[dict[str, Any]]) -> tuple[int, int]:
+    twins: list[Tensor] = []
+    copies = []
+    for group in groups:
+        own = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in group["params"] if p.requires_grad]
+        fast = group.get("foreach") is None and not group.get("fused")  # torch's default on CUDA
+        copies.append({k: v for k, v in group.items() if k != "params"} | {"params": own} | ({"foreach": True} if fast else {}))
+        twins += own
+    for t in twins:
+        t.grad = torch.empty_like(t)
+    stepping = make([group for group in copies if group["params"]])
+    stepping.step()
+    state = [t for s in stepping.state.values() for t in tree_leaves(s) if isinstance(t, Tensor)]
+    with Peak(*twins, *state, *(t.grad for t in twins if t.grad is not None)) as peak:
         stepping.step()
-        state = [t for s in stepping.state.values() for t in tree_leaves(s) if isinstance(t, Tensor)]
-        with Peak(*twins, *state, *(t.grad for t in twins if t.grad is not None)) as peak:
-            stepping.step()
-    return make.__name__, sum(t.untyped_storage().nbytes() for t in state), peak.most
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values()), peak.most

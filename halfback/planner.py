@@ -1,7 +1,7 @@
 """A memory budget, and the methods that meet it at the least cost.
 
     peak = max over places p of   sum of what the places before p hold  +  the most that p itself has alive
-    time = sum of the places' seconds
+    time = max(sum of the places' seconds on the GPU, what the CPU needs to send them off)
 
 A *place* is a block, or what stands between two blocks. What each holds, has alive and takes is counted on fake tensors, once for
 every way in which all blocks can be run; a mixed integer program (scipy's HiGHS) then chooses the way of each block. What it chose
@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,18 +41,21 @@ from .memory import PAGE, Peak, Place, Profile, gradients_there, known_tensors, 
 from .methods import SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, from_json
 from .report import readable
 from .rewrite import Report, remove_
-from .timing import Clock, Rates
+from .timing import Clock, Rates, time_of_host
 from .untouched import untouched
 from .weightless import backward, faked, weightless
 
 PREFER = ("exact", "fast")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-CONTEXT = 600 * 2**20  # what CUDA itself takes on a device, with the libraries' workspaces
-UNUSED = 0.03  # the share of what the allocator reserves that lies between tensors
+CONTEXT = 768 * 2**20  # what CUDA itself takes on a device
+UNUSED = 0.05  # the share of what the allocator reserves that lies between tensors
+WORKSPACE = 32 * 2**20, 128 * 2**20  # what libraries take for a moment, and no count sees: of matrices, of convolutions
+UNSEEN = 0.015  # the share of the peak that a count may miss
+FEW = 4  # samples of a step that the GPU is done with before the CPU is
 STEP = 0.96  # from one level of memory to the next
 POINTS = 1.0  # of accuracy: what "fast" may cost
 BLOCKS = "paper"  # where SBP may work: where it was seen to cost little
-SLACK = 1.1  # a choice whose estimate is above the budget by this is not counted as a whole
+SLACK = 1.02  # a choice whose estimate is above the budget by this is not counted as a whole
 PRESETS = Path(__file__).with_name("presets.json")
 
 
@@ -65,9 +70,10 @@ def parse_size(text: Any, verb: str = "plan") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text, re.IGNORECASE) if isinstance(text, str) else None
     unit = match[2].lower() if match else "?"
     unit = unit if unit in UNITS else unit + "b"
-    if match is None or unit not in UNITS or float(match[1]) <= 0:
+    size = float(match[1]) * UNITS[unit] if match is not None and unit in UNITS else 0
+    if not 1 <= size < 2**63:
         raise ValueError(f"{verb}(): {text!r} is no size. Write it as '10GiB', '800MiB' or '16GB', or as a number of bytes.")
-    return int(float(match[1]) * UNITS[unit])
+    return int(size)
 
 
 # What accuracy a method was seen to cost
@@ -173,10 +179,11 @@ class Way:
     tops: list[int]
     seconds: list[float]
     peak: int
+    host: float = 0.0  # seconds that the CPU needs to send a step off; 0 where that is not known
 
     @property
     def time(self) -> float:
-        return sum(self.seconds)
+        return max(sum(self.seconds), self.host)
 
 
 def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, device: str) -> Way:
@@ -294,7 +301,10 @@ def _short(m: Method) -> str:
 class Planner:
     """The choices for one model and batch. It counts what it is asked for, once."""
 
-    def __init__(self, model: nn.Module, batch: Any, device: str | None = None, optimizer: Any = "adamw", rates: Rates | None = None):
+    def __init__(
+        self, model: nn.Module, batch: Any, device: str | None = None, optimizer: Any = "adamw", rates: Rates | None = None, few: Any = None
+    ):
+        """`few`: samples that a real step can be run on, if not the batch's."""
         check_batch(model, batch, "plan")
         _needs_scipy()
         if any("_halfback" in m.__dict__ for m in model.modules()):
@@ -305,24 +315,20 @@ class Planner:
         self.family = family_of(model, found)
         self.plain = profile(model, batch, device=device, optimizer=optimizer)
         self.device = self.plain.device
-        first = next(iter(model.parameters()), None)
-        self.clock = Clock(first.device if first is not None else None, rates)
+        self.few = batch if few is None else few
+        self.where = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        self.clock = Clock(self.where, rates)
         self.sbp = finding.choose(model, found, BLOCKS) if found else []
         self.heads = find_heads(model, self.names)
+        self.convolutions = sum(isinstance(m, finding.CONVOLUTIONS) for m in model.modules()) > 1  # one alone makes patches
         self.ways: dict[tuple[Kind, bool], Way | None] = {}
         self.counted: dict[tuple[Method, ...], Point | None] = {}
 
     @contextlib.contextmanager
     def _with(self, methods: tuple[Method, ...]) -> Iterator[Any]:
         """The model with methods applied, on fake tensors; afterwards as it was."""
-        with untouched(self.model):
-            if methods:
-                rewrite.apply_(self.model, *methods)
-            try:
-                with weightless(self.model, self.device == "cuda" and not self._on_cuda()) as mode:
-                    yield faked(mode, self.batch)
-            finally:
-                remove_(self.model)
+        with untouched(self.model), self._applied(methods), weightless(self.model, self.device == "cuda" and not self._on_cuda()) as mode:
+            yield faked(mode, self.batch, self.where)
 
     def _on_cuda(self) -> bool:
         return any(p.is_cuda for p in self.model.parameters())
@@ -333,17 +339,38 @@ class Planner:
         if key not in self.ways:
             methods = kind.methods(self.family, self.sbp, self.names if recompute else ())
             same = [k for k in self.ways if not recompute and not k[1] and replace(k[0], sparing=kind.sparing, parts=kind.parts) == kind]
-            self.ways[key] = self.ways[same[0]] if same else self._count(methods)
+            found = self.ways[same[0]] if same else self._count(methods)
+            if found is not None and not same:
+                found.host = self._host(methods)
+            self.ways[key] = found
         return self.ways[key]
+
+    def _host(self, methods: tuple[Method, ...]) -> float:
+        """What the CPU needs for a step: timed with a few samples, where there is a GPU."""
+        size = size_of(self.few)
+        if self.clock.device is None or size is None:
+            return 0.0
+        few = resized(self.few, min(size, FEW))
+        with untouched(self.model), self._applied(methods):
+            return time_of_host(lambda: loss_of(self.model, few).backward())
+
+    @contextlib.contextmanager
+    def _applied(self, methods: tuple[Method, ...]) -> Iterator[None]:
+        if methods:
+            rewrite.apply_(self.model, *methods)
+        try:
+            yield
+        finally:
+            remove_(self.model)
 
     def _count(self, methods: tuple[Method, ...]) -> Way | None:
         try:
             with self._with(methods) as batch:
                 return count(self.model, batch, self.names, self.clock, self.device)
-        except ValueError:
+        except (ValueError, RuntimeError):
             if not methods:
                 raise
-            return None  # a method that finds nothing to do here
+            return None  # a method that finds nothing to do here, or a block that cannot be run again
 
     @property
     def seconds(self) -> float:
@@ -359,7 +386,7 @@ class Planner:
             return None
         if again is None or again.visits != holding.visits:
             return Choice(kind, kind.methods(self.family, self.sbp, ()), holding.peak, holding.time) if _within(holding, limit) else None
-        picked = _solve(holding, again, limit)
+        picked = solve(holding, again, limit)
         if picked is None:
             return None
         recomputed, peak, seconds = picked
@@ -370,6 +397,8 @@ class Planner:
         """A choice counted as a whole."""
         if choice.methods not in self.counted:
             way = self._count(choice.methods)
+            if way is not None:
+                way.host = self._host(choice.methods)
             points, source = (0.0, "exact") if choice.kind.exact else points_of(choice.kind.preset(self.family), self.family)
             self.counted[choice.methods] = None if way is None else Point(choice.methods, way.peak, way.time, points, source)
         return self.counted[choice.methods]
@@ -400,22 +429,36 @@ class Planner:
                 before = best.methods
                 yield best
 
-    def find(self, budget: float, prefer: str) -> Point:
-        """The plan for so many bytes of peak."""
+    def find(self, budget: float, prefer: str, least: int = 0) -> Point:
+        """The plan for so many bytes of peak, which are `least` at least, whatever is chosen."""
         smallest: Point | None = None
         for kinds in self.tiers(prefer):
             for choice in self.choices(kinds):
-                if choice.peak > SLACK * budget:
+                if self.needs(int(choice.peak)) > SLACK * budget:
                     continue
                 point = self.point(choice)
-                if point is not None and point.peak <= budget:
+                if point is not None and max(self.needs(point.peak), least) <= budget:
                     return point
             tightest = min((c for k in kinds if (c := self.choose(k, None)) is not None), key=lambda c: c.peak, default=None)
             point = self.point(tightest) if tightest is not None else None
             if point is not None and (smallest is None or point.peak < smallest.peak):
                 smallest = point
         assert smallest is not None
-        raise Impossible(budget, smallest, self.plain)
+        raise Impossible(budget, smallest, max(self.needs(smallest.peak), least), self.plain)
+
+    def needs(self, peak: int) -> int:
+        """A peak with what no count sees of it."""
+        if self.device != "cuda":
+            return peak
+        return int(peak * (1 + UNSEEN)) + WORKSPACE[self.convolutions]
+
+    def room(self, budget: str | float | int) -> int:
+        """Bytes of peak that a budget allows."""
+        if not isinstance(budget, float):
+            return allowed(self.plain, parse_size(budget))
+        if not 0 < budget <= 1:
+            raise ValueError(f"plan(): budget={budget} must be a fraction in (0, 1] of the plain peak, or a size as '10GiB'.")
+        return self.needs(self.plain.peak) if budget == 1 else int(budget * self.plain.peak)
 
     def curve(self, prefer: str = "exact") -> list[Point]:
         """Memory against time: the choices of the first tier, from the roomiest to the tightest."""
@@ -425,14 +468,15 @@ class Planner:
 class Impossible(ValueError):
     """No choice fits. It says what the smallest needs."""
 
-    def __init__(self, budget: float, smallest: Point, plain: Profile):
-        self.smallest = smallest
-        whole = total_of(plain, smallest.peak)
+    def __init__(self, budget: float, smallest: Point, needs: int, plain: Profile):
+        self.smallest, self.needs = smallest, needs
+        self.fraction = math.ceil(1000 * needs / plain.peak) / 1000  # of the plain peak
+        self.total = -(-total_of(plain, needs) // 2**20)  # MiB on the device
+        share = f", or {self.fraction} of the plain peak" if self.fraction <= 1 else ""
         super().__init__(
-            f"plan(): {readable(max(0, budget))} for activations is too little for {plain.model}. The smallest that works needs "
-            f"{readable(smallest.peak)} ({smallest.peak / plain.peak:.3f} of plain training's {readable(plain.peak)}; a budget of "
-            f"{readable(whole)} on the device, of which {readable(plain.fixed)} are weights, gradients, optimizer and batch): "
-            f"{smallest.label}. Give that much, a smaller batch, or an optimizer with less state."
+            f"plan(): {readable(max(0, budget))} for activations is too little for {plain.model}. The smallest that works, "
+            f"{smallest.label}, needs {readable(needs)}: a budget of '{self.total}MiB' on the device, of which {readable(plain.fixed)} are "
+            f"weights, gradients, optimizer and batch{share}. Give that much, a smaller batch, or an optimizer with less state."
         )
 
 
@@ -440,17 +484,63 @@ def _within(way: Way, limit: float | None) -> bool:
     return limit is None or way.peak <= limit
 
 
-def _solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], float, float] | None:
-    """Which blocks to recompute: the least time with the peak within the limit, or the least peak."""
+def solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], float, float] | None:
+    """Which blocks to recompute: the least time with the peak within the limit, or (None) the least peak.
+
+    x_i = 1 where block i is recomputed, and two more variables, the peak and the time, both in shares of holding's:
+
+        base + slopes @ x <= peak        at every place
+        seconds + gain @ x <= time,      host + sending @ x <= time
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     names = list(dict.fromkeys(holding.visits))
+    base, slopes, gain = _by_block(holding, again, names)
+    n, scale, unit = len(names), max(holding.peak, 1), max(holding.time, 1e-12)
+    sending = np.full(n, (again.host - holding.host) / max(1, n))
+    device = sum(holding.seconds)
+    matrix = np.vstack([np.hstack([slopes / scale, [[-1, 0]] * len(base)]), [*gain / unit, 0, -1], [*sending / unit, 0, -1]])
+    upper = np.array([*-base / scale, -device / unit, -holding.host / unit])
+    tie = np.maximum(0, gain) / unit * 1e-3 + 1e-7 * np.arange(n)  # of two that take the CPU as long, the one that takes the GPU less
+    objective = np.array([*tie * 1e-3, 1, 1e-3] if limit is None else [*tie, 0, 1])
+    most = np.inf if limit is None else limit / scale
+    bounds = Bounds(np.zeros(n + 2), np.array([*np.ones(n), most, np.inf]))
+    with _quiet():
+        result = milp(
+            objective,
+            constraints=LinearConstraint(matrix, -np.inf, upper),
+            bounds=bounds,
+            integrality=np.array([*np.ones(n), 0, 0]),
+            options={"mip_rel_gap": 0},
+        )
+    if not result.success:
+        return None
+    x = np.round(result.x[:n])
+    time = max(device + gain @ x, holding.host + sending @ x)
+    return {name for name, on in zip(names, x, strict=True) if on}, float((base + slopes @ x).max()), float(time)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The solver's library now and then prints a line of its own."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+        os.close(nowhere)
+
+
+def _by_block(holding: Way, again: Way, names: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The peak at each place when nothing is recomputed, and what recomputing a block adds to that and to the time."""
     index = {name: i for i, name in enumerate(names)}
     places = len(holding.holds)
-    base, slopes = np.zeros(places), np.zeros((places, len(names)))
-    gain = np.zeros(len(names))
-    tie = 1e-7 * np.arange(len(names))  # among equal blocks the first
-    for at in range(places):  # peak at a place = base + slopes @ x, with x = 1 where a block is recomputed
+    base, slopes, gain = np.zeros(places), np.zeros((places, len(names))), np.zeros(len(names))
+    for at in range(places):
         base[at] += holding.tops[at]
         base[at + 1 :] += holding.holds[at]
         if at % 2:
@@ -458,23 +548,7 @@ def _solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], flo
             slopes[at, i] += again.tops[at] - holding.tops[at]
             slopes[at + 1 :, i] += again.holds[at] - holding.holds[at]
             gain[i] += again.seconds[at] - holding.seconds[at]
-    scale = max(holding.peak, 1)
-    n, smallest = len(names), limit is None
-    # one more variable, the peak itself, when it is to be the least
-    matrix = np.hstack([slopes / scale, -np.ones((places, 1))])
-    upper = -base / scale
-    share = gain / max(1e-12, holding.time) + tie
-    objective = np.append(1e-6 * share, 1.0) if smallest else np.append(share, 0.0)
-    fixed = (0.0, np.inf) if smallest else (limit / scale,) * 2  # type: ignore[operator]
-    bounds = Bounds(np.append(np.zeros(n), fixed[0]), np.append(np.ones(n), fixed[1]))
-    integrality = np.append(np.ones(n), 0)
-    result = milp(
-        objective, constraints=LinearConstraint(matrix, -np.inf, upper), bounds=bounds, integrality=integrality, options={"mip_rel_gap": 0}
-    )
-    if not result.success:
-        return None
-    x = np.round(result.x[:n])
-    return {name for name, on in zip(names, x, strict=True) if on}, float((base + slopes @ x).max()), float(holding.time + gain @ x)
+    return base, slopes, gain
 
 
 def _needs_scipy() -> None:
@@ -549,7 +623,7 @@ def _ranges(layers: Any) -> str:
 def total_of(plain: Profile, peak: int) -> int:
     """What the process takes on the device when a step needs so much at its peak."""
     most = plain.fixed + max(peak, plain.optimizer_peak)
-    return int(most / (1 - UNUSED)) + CONTEXT if plain.device == "cuda" else most
+    return math.ceil(most / (1 - UNUSED)) + CONTEXT if plain.device == "cuda" else most
 
 
 def allowed(plain: Profile, total: int) -> int:
@@ -586,15 +660,17 @@ def plan(
     if batch_size == "max":
         return _largest(model, batch, budget, prefer, device, optimizer, curve)
     if batch_size is not None:
-        batch = resized(batch, _count_of(batch_size))
+        return plan_with(
+            Planner(model, resized(batch, _count_of(batch_size), light=True), device, optimizer, few=batch), budget, prefer, curve
+        )
     return plan_with(Planner(model, batch, device, optimizer), budget, prefer, curve)
 
 
 def plan_with(planner: Planner, budget: str | float | int, prefer: str = "exact", curve: bool = False) -> Plan:
     """A plan of a planner that may have made others: what it has counted is not counted again."""
     plain = planner.plain
-    room = _room(plain, budget)
-    point = planner.find(room, prefer)
+    room = planner.room(budget)
+    point = planner.find(room, prefer, 0 if isinstance(budget, float) else plain.optimizer_peak)
     seconds = planner.seconds
     return Plan(
         model=plain.model,
@@ -603,7 +679,7 @@ def plan_with(planner: Planner, budget: str | float | int, prefer: str = "exact"
         peak=point.peak,
         plain_peak=plain.peak,
         time_ratio=point.seconds / seconds if seconds else 1.0,
-        total=total_of(plain, point.peak),
+        total=total_of(plain, planner.needs(point.peak)),
         fixed=plain.fixed,
         points=point.points,
         source=point.source,
@@ -616,15 +692,6 @@ def plan_with(planner: Planner, budget: str | float | int, prefer: str = "exact"
 
 def _told(p: Point, seconds: float) -> dict[str, Any]:
     return {"peak": p.peak, "time": p.seconds / seconds, "exact": p.exact, "methods": p.text, "label": p.label, "points": p.points}
-
-
-def _room(plain: Profile, budget: str | float | int) -> int:
-    """Bytes of peak that a budget allows."""
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(f"plan(): budget={budget} must be a fraction in (0, 1] of the plain peak, or a size as '10GiB'.")
-        return int(budget * plain.peak)
-    return allowed(plain, parse_size(budget))
 
 
 def _count_of(batch_size: Any) -> int:
@@ -646,20 +713,21 @@ def _largest(model: nn.Module, batch: Any, budget: Any, prefer: str, device: Any
         raise ValueError(f"plan(): batch_size='max' needs a budget as '10GiB'; {budget} of the plain peak grows with the batch.")
     if size_of(batch) is None:
         resized(batch, 1)  # raises, and says what to do
-    made: dict[int, Planner] = {}
+    found: list[Plan] = []  # the last one that fits is that of the most samples
 
     def fits(size: int) -> bool:
-        made[size] = Planner(model, resized(batch, size), device, optimizer)
+        planner = Planner(model, resized(batch, size, light=True), device, optimizer, few=batch)
         try:
-            plan_with(made[size], budget, prefer)
+            found.append(plan_with(planner, budget, prefer, curve))
             return True
         except Impossible:
+            if size == 1:
+                raise
             return False
 
-    if not fits(1):
-        return plan_with(made[1], budget, prefer)  # raises
-    most = largest_size(fits, start=size_of(batch) or 1)
-    return plan_with(made[most], budget, prefer, curve)
+    fits(1)
+    largest_size(fits, start=size_of(batch) or 1)
+    return found[-1]
 
 
 def largest_size(fits: Any, start: int = 1, step: int = 1) -> int:
@@ -692,7 +760,8 @@ def apply_(
             raise ValueError(f"apply_(): {len(methods)} arguments, one of them a plan: a plan stands for all methods. Give it alone.")
         return _apply_plan(model, plans[0])
     if methods:
-        raise ValueError(f"apply_(): {methods[0]} and a budget: give methods, or a budget and a batch that methods are chosen for.")
+        given = "a plan" if isinstance(methods[0], Plan) else str(methods[0])
+        raise ValueError(f"apply_(): {given} and a budget: give methods, or a plan, or a budget and a batch that methods are chosen for.")
     if batch is None:
         raise ValueError("apply_(): a budget needs a batch to plan for, as hb.apply_(model, budget='16GiB', batch=batch).")
     return _apply_plan(model, plan(model, batch, budget, **how))
@@ -701,6 +770,8 @@ def apply_(
 def _apply_plan(model: nn.Module, plan: Plan) -> Report:
     if plan.model != type(model).__name__:
         raise ValueError(f"apply_(): the plan is for {plan.model}, the model is a {type(model).__name__}.")
+    if not plan.methods:
+        rewrite.check_free(model)
     report = rewrite.apply_(model, *plan.methods) if plan.methods else Report(plan.model, (), [], [])
     report.plan = plan
     return report

@@ -193,6 +193,11 @@ def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:
     kinds = [type(m).__name__ for m in methods]
     if len(set(kinds)) < len(kinds) or {"SBP", "SkipTokens"} <= set(kinds):
         raise ValueError(f"apply_(): {' + '.join(kinds)} cannot be combined: give each method once, and SBP or SkipTokens, not both.")
+    check_free(model)
+
+
+def check_free(model: nn.Module) -> None:
+    """A model that has methods is an error."""
     for name, module in model.named_modules():
         if "_halfback" in module.__dict__:
             said = " + ".join(str(m) for m in module.__dict__["_halfback"].report.methods)

@@ -5,12 +5,17 @@
 Where there is a GPU, each distinct operation (name, shapes, strides, dtypes) is run there on tensors of its own and timed instead: a
 step of a ViT has about a hundred. Only one operation's tensors are in memory at a time. What matters is the ratio of two steps, so a
 GPU that is not there is stood for by a usual one.
+
+A step takes no less than the CPU needs to send it off. That is timed too, where there is a GPU: a step of a few samples, which the GPU
+is done with before the CPU is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 REPEATS = 5
+HOST_STEPS = 7
 BUSY = 3_000_000  # cycles, about two milliseconds
 
 
@@ -51,12 +57,15 @@ class Like:
     dtype: torch.dtype
 
     def make(self, device: torch.device | None, bound: int) -> Tensor:
-        t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        length = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
+        t = torch.empty(length, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point:
-            return t.normal_()
-        if self.dtype is torch.bool:
-            return t.fill_(True)
-        return t.random_(0, bound) if self.dtype is not torch.uint8 else t.random_(0, 256)
+            t.normal_()
+        elif self.dtype is torch.bool:
+            t.fill_(True)
+        else:
+            t.random_(0, 256 if self.dtype is torch.uint8 else bound)
+        return t.as_strided(self.shape, self.stride)
 
 
 def moves_nothing(func: Any, out: Any) -> bool:
@@ -110,6 +119,18 @@ def _modes_off() -> Any:
     """The operation alone, seen by nobody."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+def time_of_host(step: Any) -> float:
+    """What the CPU needs to send a step off: the shortest of a few, when the GPU has little to do."""
+    times = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
 
 
 def _time(run: Any) -> float:

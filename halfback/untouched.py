@@ -16,14 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[Callable[[], None]]:
+def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[Callable[[], None]]:
     """Whatever runs inside, in training mode, leaves no trace: not in gradients, buffers, training flags, random states, nor in where
     the methods' draws stand. Gives a function that puts the buffers back at once.
 
-    A model in training keeps its modules' own flags, as a BatchNorm that was put in eval mode; another is put in training mode.
+    The gradients of `tensors`, as a batch's, are left alone too. A model in training keeps its modules' own flags, as a BatchNorm that
+    was put in eval mode; another is put in training mode.
     What a module keeps in Python attributes of its own is not seen.
     """
-    gradients = [(p, p.grad) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in (*model.parameters(), *(t for t in tensors if t.requires_grad and t.is_leaf))]
     buffers = [(m._buffers, name, b, _copied(b)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     flags = [(m, m.training) for m in model.modules()]
     back = [*_random_states(), *_draws(model)]

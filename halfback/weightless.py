@@ -45,11 +45,19 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
     """Within it, whatever the model computes is computed on fake tensors. `on_gpu`: as if they were on a GPU."""
     tensors = [*model.parameters(), *model.buffers()]
     own = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
-    mode = own or FakeTensorMode(allow_non_fake_inputs=True)  # parameters, and the counter of our draws, stay what they are
+    mode = own or FakeTensorMode()
+    mode.allow_non_fake_inputs = True  # parameters, and the counter of our draws, stay what they are
     with mode, _off_meta(model), RealIntegers(), AsOnGPU() if on_gpu else contextlib.nullcontext():
         try:
             yield mode
-        except UNKNOWN as e:
+        except (*UNKNOWN, RuntimeError) as e:
+            if "meta and cpu" in str(e) or "cpu and meta" in str(e):
+                raise ValueError(
+                    "tensors that the function given as batch closes over are on the meta device, and the model is not then. Make them "
+                    "on the CPU, or give them as the batch."
+                ) from e
+            if not isinstance(e, UNKNOWN) and "not supported for tensor subclasses" not in str(e):
+                raise
             asked = getattr(e, "func", e)
             raise ValueError(
                 f"{type(model).__name__} asks for the value of a tensor ({asked}), which a tensor without contents does not have. "
@@ -57,17 +65,17 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
             ) from e
 
 
-def faked(mode: FakeTensorMode, batch: Any) -> Any:
+def faked(mode: FakeTensorMode, batch: Any, device: torch.device | str = "cpu") -> Any:
     """A batch as fake tensors; a function as it is. NOTE [integers are real]"""
 
     def fake(t: Tensor) -> Tensor:
         if isinstance(t, FakeTensor) or _known(t):
             return t
         if t.is_meta and not _floating(t):
-            return torch.zeros(t.shape, dtype=t.dtype)
+            return torch.zeros(t.shape, dtype=t.dtype, device=device)
         if t.is_meta:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
-        return mode.from_tensor(t.detach())
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        return mode.from_tensor(t)
 
     return tree_map_only(Tensor, fake, batch)
 
