@@ -116,6 +116,7 @@ methods:
   dropit(keep=0.1)               lean, and weight gradients from sparse inputs where nobody else holds them; activation_bits=4 holds
                                  less after gelu and silu, whose derivative is then approximate
   recompute                      blocks are computed again in the backward pass instead of held
+  chunkedloss                    exact; a language model's scores of all words are computed for some tokens at a time
   skiptokens(keep=0.5)           half of the tokens skip the blocks, which changes the forward in training
   sbp(keep=0.5)+lean             both; any of these can be joined, as sbp(keep=0.5)+recompute, but for skiptokens with sbp
   Known: {", ".join(KNOWN)}. Separate by commas; quote the list for the shell.

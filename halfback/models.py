@@ -119,25 +119,21 @@ def load_model(spec: str, shape: tuple[int, ...] = (1, 8, 8), classes: int = 10)
     """
     if spec == "small-vit":
         return _small_vit_for(shape, classes)
-    source, name = _parts(spec)
-    if source.endswith(".py"):
-        return _from_file(Path(source), name)[0]
-    if source in SOURCES:
-        return SOURCES[source](name, shape, classes)
-    raise ValueError(f"model {spec!r} is no image classifier by name. Those are: {', '.join(f for f in FORMS if f[:3] != 'hf:')}.")
+    source, name = _parts(spec, IMAGE_FORMS)
+    return _from_file(Path(source), name)[0] if source.endswith(".py") else SOURCES[source](name, shape, classes)
 
 
-def _parts(spec: str) -> tuple[str, str]:
+def _parts(spec: str, forms: tuple[str, ...]) -> tuple[str, str]:
     source, colon, name = spec.partition(":") if spec.startswith("hf:") else spec.rpartition(":")
-    if not colon or not name or not (source.endswith(".py") or source in SOURCES or source == "hf"):
-        raise ValueError(f"model {spec!r} is unknown. Models: {', '.join(FORMS)}.")
+    if not colon or not name or not (source.endswith(".py") or any(f.startswith(f"{source}:") for f in forms)):
+        raise ValueError(f"model {spec!r} is unknown. Models: {', '.join(forms)}.")
     return source, name
 
 
 def _small_vit_for(shape: tuple[int, ...], classes: int) -> ViT:
     channels, height, width = shape
     if height != width:
-        raise ValueError(f"model 'small-vit' wants square images, found {height} x {width}. Models: {', '.join(FORMS)}.")
+        raise ValueError(f"model 'small-vit' wants square images, found {height} x {width}. Models: {', '.join(IMAGE_FORMS)}.")
     # about seven patches a side: enough tokens for a choice among them to mean something
     patch = max(p for p in range(1, max(2, height // 7) + 1) if height % p == 0)
     return small_vit(height, patch, channels, classes=classes)
@@ -212,7 +208,8 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
 
 
 SOURCES = {"timm": _from_timm, "torchvision": _from_torchvision}
-FORMS = ("small-vit", "hf:NAME or config", *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
+IMAGE_FORMS = ("small-vit", *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
+FORMS = (*IMAGE_FORMS, "hf:NAME or config")
 
 
 # Models with batches
@@ -294,7 +291,7 @@ def load_subject(wanted: Wanted) -> Subject:
 def _made(wanted: Wanted) -> Subject:
     if wanted.spec == "small-vit":
         return _named(wanted, 1, 8, 10, 2)
-    source, name = _parts(wanted.spec)
+    source, name = _parts(wanted.spec, FORMS)
     if source == "hf":
         return _hf(wanted, name)
     if source.endswith(".py"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -14,7 +15,8 @@ from halfback.methods import METHODS
 
 def test_python_m_halfback_helps():
     done = subprocess.run([sys.executable, "-m", "halfback", "--help"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "halfback compare" in done.stdout and "examples:" in done.stdout
+    assert done.returncode == 0 and "examples:" in done.stdout
+    assert all(f"halfback {command}" in done.stdout for command in ("profile", "plan", "fit", "audit", "compare"))
 
 
 def test_compare_help_names_the_methods_and_the_defaults(capsys):
@@ -58,7 +60,11 @@ def test_out_that_is_a_file_is_refused(tmp_path, capsys):
 
 
 def test_compare_with_one_seed_says_that_it_is_one(tmp_path, capsys):
-    assert main(["compare", "--methods", "exact", "--seeds", "1", "--epochs", "1", "--batch", "512", "--out", str(tmp_path / "new")]) == 0
+    page = tmp_path / "page.html"
+    argv = ["compare", "--methods", "exact", "--seeds", "1", "--epochs", "1", "--batch", "512", "--out", str(tmp_path / "new")]
+    assert main([*argv, "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "One seed" in said and "±" not in said
+    assert "One seed" in said and "±" not in said and said.endswith(f"{page}\n")
+    result = json.loads((tmp_path / "new" / "compare.json").read_text())
+    assert json.dumps(result["methods"][0]["mean"]["accuracy"]) in page.read_text()
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["compare.json", "compare.png"]
