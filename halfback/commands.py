@@ -27,7 +27,7 @@ from .memory import Comparison, Profile
 from .methods import SBP, DropIT, Method, parse
 from .models import Subject, Wanted, load_model, load_subject
 from .page import page
-from .planner import CONTEXT, Planner, Way, parse_size, plan_with, total_of
+from .planner import CONTEXT, Planner, Way, largest, parse_size, plan_with, total_of
 from .report import readable, rows
 from .timing import Clock
 from .untouched import untouched
@@ -40,8 +40,6 @@ LARGEST = ("batch", "size", "seq")
 TOP = 15  # lines of a table
 AUDITED = 8  # samples of a batch
 SHORTEST = 64  # tokens
-MOST = 2**20  # samples; no training has more
-PATIENCE = 8  # guesses before a range is halved instead
 Say = Callable[[str], Any]
 
 
@@ -192,18 +190,8 @@ def planner_of(subject: Subject, args: argparse.Namespace) -> Planner:
 
 def most_samples(subject: Subject, budget: float | str, args: argparse.Namespace) -> Planner:
     """The planner of the largest batch that has a plan; the subject has that batch afterwards."""
-    made: dict[int, Planner] = {}
-
-    def fits(n: int) -> bool:
-        made[n] = planner_of(replace(subject, samples=n), args)
-        try:
-            plan_with(made[n], budget, args.prefer)
-        except planner.Impossible:
-            return False
-        return True
-
-    subject.samples = planner.largest_size(fits) if fits(1) else 1
-    return made[subject.samples]
+    subject.samples = planner.most_samples(lambda n: planner_of(replace(subject, samples=n), args), budget)
+    return planner_of(subject, args)
 
 
 def budget_of(text: str) -> float | str:
@@ -424,34 +412,6 @@ def fit_one(fitting: Fitting, method: str, room: int, step: int, start: int) -> 
     fixed = total_of(fitting.without_a_step(step), fitting.needs(0))
     n, total, bounded = largest(need, room, step, start, fixed, power=2 if fitting.what == "size" else 1)
     return Fitted(method, n, total, bounded=bounded), ways
-
-
-def largest(
-    need: Callable[[int], int], room: int, step: int, start: int, fixed: int = 0, power: int = 1, most: int = MOST
-) -> tuple[int | None, int, bool]:
-    """The largest multiple of `step` that needs no more than `room`, what it needs, and whether larger ones were not tried; None where
-    one step needs more. A need grows nearly as fixed + b n**power, so the next guess is where the line through two known ones meets the
-    room; after a few guesses the range is halved."""
-    known = {0: fixed}
-    low, high, guess = 0, 0, start // step * step
-    while (not high or high - low > step) and low < most:
-        known[guess] = need(guess)
-        if known[guess] <= room:
-            low = guess
-        else:
-            high = guess
-        guess = min(most, _guess(known, room, step, low, high, power))
-    return low or None, known[low or step], low >= most
-
-
-def _guess(known: dict[int, int], room: int, step: int, low: int, high: int, power: int) -> int:
-    if high and len(known) > PATIENCE:
-        return max(low + step, (low + high) // 2 // step * step)
-    other = high or max(n for n in known if n < low)
-    slope = (known[other] - known[low]) / (other**power - low**power)
-    target = (low**power + max(0, room - known[low]) / slope) ** (1 / power) if slope > 0 else 2 * low
-    highest = high - step if high else 64 * low
-    return min(highest, max(low + step, int(target) // step * step))
 
 
 def fit_table(found: list[Fitted], args: argparse.Namespace, room: int, step: int) -> str:

@@ -8,8 +8,9 @@ every way in which all blocks can be run; a mixed integer program (scipy's HiGHS
 is counted again as a whole before it is believed.
 
 NOTE [exact first]
- 1. Choices are tried in tiers: exact ones (as it is, Lean, Recompute); then approximate ones by the accuracy that they were seen to
-    cost. `prefer="fast"` puts all that cost at most `POINTS` of accuracy into the first tier.
+ 1. Choices are tried in tiers: exact ones (as it is, Lean, Recompute, the loss in parts); exact ones that are tighter and slower (a
+    batch in parts); then approximate ones by the accuracy that they were seen to cost. `prefer="fast"` puts all that cost at most
+    `POINTS` of accuracy into the first tier.
  2. Within a tier, choices come in a fixed order, from the roomiest to the tightest, whatever the budget; the first that fits is the
     plan. So less budget never means more memory.
  3. The gradient's cosine does not rank methods by accuracy, so nothing here uses it: costs are accuracies of trained models.
@@ -23,7 +24,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ from .weightless import backward, faked, weightless
 PREFER = ("exact", "fast")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 CONTEXT = 768 * 2**20  # what CUDA itself takes on a device
-UNUSED = 0.05  # the share of what the allocator reserves that lies between tensors
+UNUSED = 0.12  # the share of what the allocator reserves that lies between tensors, or in blocks that no other tensor fits
 WORKSPACE = 32 * 2**20, 128 * 2**20  # what libraries take for a moment, and no count sees: of matrices, of convolutions
 UNSEEN = 0.015  # the share of the peak that a count may miss
+MOST = 2**20  # samples; no training has more
+PATIENCE = 8  # guesses before a range is halved instead
 FEW = 4  # samples of a step that the GPU is done with before the CPU is
 STEP = 0.96  # from one level of memory to the next
 POINTS = 1.0  # of accuracy: what "fast" may cost
@@ -154,14 +157,16 @@ class Count(Peak):
         self.before: dict[int, int] = {}  # by place: alive when the forward gets there
         self.tops: dict[int, int] = {}  # by place: the most alive in it, forward or backward
         self.seconds: dict[int, float] = {}
-        self.operations = 0
+        self.forward = 0.0  # seconds, of all places
+        self.waits = False  # does the CPU wait for the GPU in the middle of a step, to know a value?
 
     def did(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         at = self.blocks.now()
         self.tops[at] = max(self.tops.get(at, 0), self.alive)
         spent = self.clock.seconds(func, args, kwargs, out)
-        self.operations += spent > 0
         self.seconds[at] = self.seconds.get(at, 0.0) + spent
+        self.forward += 0.0 if self.blocks.backward else spent
+        self.waits |= func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "cuda"
 
     def _count(self, storage: torch.UntypedStorage, func: Any) -> None:
         at = self.blocks.now()
@@ -179,11 +184,17 @@ class Way:
     tops: list[int]
     seconds: list[float]
     peak: int
-    host: float = 0.0  # seconds that the CPU needs to send a step off; 0 where that is not known
+    forward: float = 0.0  # of the seconds
+    waits: bool = False
+    host: tuple[float, float] = (0.0, 0.0)  # seconds that the CPU needs to send forward and backward off; 0 where that is not known
 
     @property
     def time(self) -> float:
-        return max(sum(self.seconds), self.host)
+        """A CPU that never waits is ahead of the GPU, or behind it, by a whole step; one that waits starts anew."""
+        device, host = sum(self.seconds), sum(self.host)
+        if not self.waits:
+            return max(device, host)
+        return max(self.forward, self.host[0]) + max(device - self.forward, self.host[1])
 
 
 def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, device: str) -> Way:
@@ -207,6 +218,8 @@ def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, devi
         tops=[max(0, seen.tops.get(i, 0) - before[i]) for i in range(places)],
         seconds=[seen.seconds.get(i, 0.0) for i in range(places)],
         peak=seen.most,
+        forward=seen.forward,
+        waits=seen.waits,
     )
 
 
@@ -252,7 +265,8 @@ def _dropit(family: str) -> DropIT:
     return DropIT(keep=0.1, activation_bits=4) if family == "transformer" else DropIT(keep=0.2)
 
 
-EXACT = (Kind(), Kind("lean"), Kind("lean", sparing=True), Kind("lean", parts=4))
+EXACT = (Kind(), Kind("lean"))
+TIGHT = (Kind("lean", sparing=True), Kind("lean", parts=2), Kind("lean", parts=4))  # exact too, slower, for when these are too large
 APPROXIMATE = (Kind("dropit"), *(Kind("lean", keep, sparing) for keep in (0.5, 0.25) for sparing in (False, True)), Kind("dropit", 0.5))
 
 
@@ -345,14 +359,14 @@ class Planner:
             self.ways[key] = found
         return self.ways[key]
 
-    def _host(self, methods: tuple[Method, ...]) -> float:
-        """What the CPU needs for a step: timed with a few samples, where there is a GPU."""
+    def _host(self, methods: tuple[Method, ...]) -> tuple[float, float]:
+        """What the CPU needs for a forward and a backward: timed with a few samples, where there is a GPU."""
         size = size_of(self.few)
         if self.clock.device is None or size is None:
-            return 0.0
+            return 0.0, 0.0
         few = resized(self.few, min(size, FEW))
         with untouched(self.model), self._applied(methods):
-            return time_of_host(lambda: loss_of(self.model, few).backward())
+            return time_of_host(lambda: loss_of(self.model, few))
 
     @contextlib.contextmanager
     def _applied(self, methods: tuple[Method, ...]) -> Iterator[None]:
@@ -405,13 +419,13 @@ class Planner:
 
     def tiers(self, prefer: str) -> list[list[Kind]]:
         """NOTE [exact first]"""
-        exact = [*EXACT, *(replace(k, chunked=True) for k in EXACT if self.heads)]
+        exact, tight = ([*kinds, *(replace(k, chunked=True) for k in kinds if self.heads)] for kinds in (EXACT, TIGHT))
         kinds = [replace(k, chunked=bool(self.heads)) for k in APPROXIMATE if k.keep is None or self.sbp]
         known = {k: points_of(k.preset(self.family), self.family)[0] for k in kinds}
         cost = {k: math.inf if points is None else points for k, points in known.items()}
         cheap = [k for k in kinds if cost[k] <= POINTS]
         rest = sorted((k for k in kinds if prefer == "exact" or k not in cheap), key=lambda k: cost[k])
-        return [[*exact, *(cheap if prefer == "fast" else [])], *([k] for k in rest)]
+        return [[*exact, *(cheap if prefer == "fast" else [])], tight, *([k] for k in rest)]
 
     def levels(self) -> Iterator[float]:
         limit = float(self.plain.peak)
@@ -431,6 +445,8 @@ class Planner:
 
     def find(self, budget: float, prefer: str, least: int = 0) -> Point:
         """The plan for so many bytes of peak, which are `least` at least, whatever is chosen."""
+        if prefer == "exact" and max(self.needs(self.plain.peak), least) <= budget:
+            return Point((), self.plain.peak, self.seconds, 0.0, "exact")
         smallest: Point | None = None
         for kinds in self.tiers(prefer):
             for choice in self.choices(kinds):
@@ -452,6 +468,16 @@ class Planner:
             return peak
         return int(peak * (1 + UNSEEN)) + WORKSPACE[self.convolutions]
 
+    def least(self) -> int:
+        """What the process takes on the device with all blocks recomputed, as sparingly as exact gradients allow."""
+        peaks = [self.plain.peak]
+        for kind in TIGHT[::-1]:
+            way = self.way(replace(kind, chunked=bool(self.heads)), bool(self.names))
+            if way is not None:
+                peaks.append(way.peak)
+                break
+        return total_of(self.plain, self.needs(min(peaks)))
+
     def room(self, budget: str | float | int) -> int:
         """Bytes of peak that a budget allows."""
         if not isinstance(budget, float):
@@ -461,8 +487,8 @@ class Planner:
         return self.needs(self.plain.peak) if budget == 1 else int(budget * self.plain.peak)
 
     def curve(self, prefer: str = "exact") -> list[Point]:
-        """Memory against time: the choices of the first tier, from the roomiest to the tightest."""
-        return [p for c in self.choices(self.tiers(prefer)[0]) if (p := self.point(c)) is not None]
+        """Memory against time: the choices of the first two tiers, from the roomiest to the tightest."""
+        return [p for kinds in self.tiers(prefer)[:2] for c in self.choices(kinds) if (p := self.point(c)) is not None]
 
 
 class Impossible(ValueError):
@@ -497,10 +523,11 @@ def solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], floa
     names = list(dict.fromkeys(holding.visits))
     base, slopes, gain = _by_block(holding, again, names)
     n, scale, unit = len(names), max(holding.peak, 1), max(holding.time, 1e-12)
-    sending = np.full(n, (again.host - holding.host) / max(1, n))
+    host = sum(holding.host)
+    sending = np.full(n, (sum(again.host) - host) / max(1, n))
     device = sum(holding.seconds)
     matrix = np.vstack([np.hstack([slopes / scale, [[-1, 0]] * len(base)]), [*gain / unit, 0, -1], [*sending / unit, 0, -1]])
-    upper = np.array([*-base / scale, -device / unit, -holding.host / unit])
+    upper = np.array([*-base / scale, -device / unit, -host / unit])
     tie = np.maximum(0, gain) / unit * 1e-3 + 1e-7 * np.arange(n)  # of two that take the CPU as long, the one that takes the GPU less
     objective = np.array([*tie * 1e-3, 1, 1e-3] if limit is None else [*tie, 0, 1])
     most = np.inf if limit is None else limit / scale
@@ -516,7 +543,7 @@ def solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], floa
     if not result.success:
         return None
     x = np.round(result.x[:n])
-    time = max(device + gain @ x, holding.host + sending @ x)
+    time = max(device + gain @ x, host + sending @ x)
     return {name for name, on in zip(names, x, strict=True) if on}, float((base + slopes @ x).max()), float(time)
 
 
@@ -648,7 +675,7 @@ def plan(
     budget      "10GiB" or a number of bytes: the total that the process may take on the device. A fraction up to 1: of the peak of
                 plain training. None: all memory of the GPU that the model is on
     prefer      "exact": approximate only what exact means cannot meet. "fast": the fastest of all that cost at most a point of accuracy
-    batch_size  another number of samples than the batch has; "max": the most that fits
+    batch_size  another number of samples than the batch has; "max": the most that fits with exact gradients
     device      "cuda": plan for a GPU with a model that is on the CPU; then times are estimated
     optimizer   as in `profile`
     curve       also what other budgets would give, for a plot
@@ -708,37 +735,46 @@ def _whole_gpu(model: nn.Module) -> int:
 
 
 def _largest(model: nn.Module, batch: Any, budget: Any, prefer: str, device: Any, optimizer: Any, curve: bool) -> Plan:
-    """The plan with the most samples. Memory grows with the batch, so the range is halved until it is one sample wide."""
     if isinstance(budget, float):
         raise ValueError(f"plan(): batch_size='max' needs a budget as '10GiB'; {budget} of the plain peak grows with the batch.")
-    if size_of(batch) is None:
-        resized(batch, 1)  # raises, and says what to do
-    found: list[Plan] = []  # the last one that fits is that of the most samples
 
-    def fits(size: int) -> bool:
-        planner = Planner(model, resized(batch, size, light=True), device, optimizer, few=batch)
-        try:
-            found.append(plan_with(planner, budget, prefer, curve))
-            return True
-        except Impossible:
-            if size == 1:
-                raise
-            return False
+    def make(size: int) -> Planner:
+        return Planner(model, resized(batch, size, light=True), device, optimizer, few=batch)
 
-    fits(1)
-    largest_size(fits, start=size_of(batch) or 1)
-    return found[-1]
+    return plan_with(make(most_samples(make, budget, size_of(batch) or 1)), budget, prefer, curve)
 
 
-def largest_size(fits: Any, start: int = 1, step: int = 1) -> int:
-    """The largest multiple of `step` for which `fits`, which holds for one step, and for all below where it holds."""
-    low, high = step, max(step, start // step * step)
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > step:
-        middle = (low + high) // (2 * step) * step
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def most_samples(make: Callable[[int], Planner], budget: Any, start: int = 1) -> int:
+    """The most samples that fit a budget with exact gradients; 1 where not even one does."""
+    return largest(lambda n: make(n).least(), parse_size(budget), 1, start)[0] or 1
+
+
+def largest(
+    need: Callable[[int], int], room: int, step: int, start: int, fixed: int = 0, power: int = 1, most: int = MOST
+) -> tuple[int | None, int, bool]:
+    """The largest multiple of `step` that needs no more than `room`, what it needs, and whether larger ones were not tried; None where
+    one step needs more. A need grows nearly as fixed + b n**power, so the next guess is where the line through two known ones meets the
+    room; after a few guesses the range is halved."""
+    known = {0: fixed}
+    low, high, guess = 0, 0, max(step, start // step * step)
+    while (not high or high - low > step) and low < most:
+        known[guess] = need(guess)
+        if known[guess] <= room:
+            low = guess
+        else:
+            high = guess
+        guess = min(most, _guess(known, room, step, low, high, power))
+    return low or None, known.get(low or step, fixed), low >= most
+
+
+def _guess(known: dict[int, int], room: int, step: int, low: int, high: int, power: int) -> int:
+    if high and len(known) > PATIENCE:
+        return max(low + step, (low + high) // 2 // step * step)
+    other = high or max(n for n in known if n < low)
+    slope = (known[other] - known[low]) / (other**power - low**power)
+    target = (low**power + max(0, room - known[low]) / slope) ** (1 / power) if slope > 0 else 2 * low
+    highest = high - step if high else 64 * low
+    return min(highest, max(low + step, int(target) // step * step))
 
 
 def apply_(
