@@ -148,6 +148,46 @@ def share(error: float) -> str:
     return "0" if error == 0 else f"{100 * error:#.2g}".rstrip(".") + " %"
 
 
+def budget_rows(part: str) -> list[dict]:
+    """The newest of each model, budget or method."""
+    found = {}
+    for r in map(json.loads, (RESULTS / "budget.jsonl").read_text().splitlines()):
+        if r["part"] == part:
+            found[r["model"], r.get("method") if part == "profile" else r.get("budget"), r.get("prefer")] = r
+    return list(found.values())
+
+
+def profile_table() -> str:
+    """How far predicted peaks are from measured ones, the furthest of each model's methods."""
+    found = budget_rows("profile")
+    out = ["| | peak of plain training | methods | predicted on the GPU | predicted on a laptop |", "|---|---|---|---|---|"]
+    for model in dict.fromkeys(r["model"] for r in found):
+        own = [r for r in found if r["model"] == model]
+        plain = next(r for r in own if r["method"] == "exact")
+        gpu, laptop = (max((r[key] for r in own), key=abs) for key in ("predicted_error", "laptop_error"))
+        out.append(f"| {model} | {plain['peak_gib']:.2f} GiB | {len(own)} | {gpu:+.1%} | {laptop:+.1%} |")
+    first = found[0]
+    out += [
+        "",
+        f"One {first['gpu']}, torch {first['torch']}, {first['date'][:10]}, eager, weights in bf16; the furthest off of all methods.",
+    ]
+    return "\n".join(out)
+
+
+def plan_table() -> str:
+    found = [r for r in budget_rows("plan") if r["prefer"] == "exact" and not r.get("impossible")]
+    out = ["| budget | plan | measured peak, of the budget | time, measured | predicted |", "|---|---|---|---|---|"]
+    for r in sorted(found, key=lambda r: (list(MODELS).index(r["model"]), -r["budget"])):
+        shown = r["label"].partition(": ")[2]
+        out.append(f"| {r['model']}, {r['budget']} | {shown} | {r['used']:.2f} | {r['time_ratio']:.2f} | {r['predicted_time']:.2f} |")
+    first = found[0]
+    sizes = ", ".join(f"{model} {what}" for model, what in MODELS.items())
+    out += ["", f"Of the plain peak, and of plain's eager step: {sizes}; weights in bf16, one {first['gpu']}, torch {first['torch']}, "]
+    out[-1] += f"{first['date'][:10]}. Gradients are exact in all of them."
+    return "\n".join(out)
+
+
+MODELS = {"ViT-B/16": "at batch 256", "ConvNeXt-T": "at batch 256", "GPT-2": "at 16 x 1024 tokens"}
 TABLES = {
     "vit": lambda: gpu_table("ViT-B/16", VIT),
     "convnext": lambda: gpu_table("ConvNeXt-T", CONVNEXT),
@@ -155,6 +195,8 @@ TABLES = {
     "dropit": dropit_table,
     "digits": digits_table,
     "depth": depth_table,
+    "profiles": profile_table,
+    "plans": plan_table,
 }
 OPTIONAL = {"dropit": RESULTS / "dropit.jsonl"}  # made where the README has a place for it and this file is there
 

@@ -14,10 +14,11 @@ audit = hb.audit(model, batch)                               approximate against
 """
 
 from .attention import attention_memory
-from .audit import Audit, Monitor, audit
+from .audit import Audit, audit
 from .functional import sbp
 from .memory import Profile, held, profile
 from .methods import SBP, ChunkedLoss, DropIT, Lean, Recompute, SkipTokens, parse
+from .monitor import Monitor
 from .planner import Plan, apply_, plan
 from .positions import Positions
 from .rewrite import Report, exact, remove_

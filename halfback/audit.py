@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import statistics
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,14 +34,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .batches import check_batch, loss_of, output_of, resized, size_of
+from .batches import check_batch, loss_of, size_of
 from .methods import METHODS, Method, parse
+from .page import finite
 from .report import rows
 from .rewrite import apply_, exact, remove_
 from .untouched import applied_to, untouched
 
 if TYPE_CHECKING:
-    from .compare import Settings
+    pass
 
 PATIENCE = 3.0  # seconds before a progress bar appears
 FAIR = (0.8, 1.25)  # a layer's scale outside of these is said in words
@@ -164,7 +162,7 @@ class Audit:
         return [f"The masks' variance is {_times(masks / self.all.noise)} that noise: as a batch of {like:.2f} of the size."]
 
     def to_json(self) -> dict[str, Any]:
-        return _plain(dataclasses.asdict(self))
+        return finite(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Audit:
@@ -183,15 +181,6 @@ def _shown(name: str, value: float | None) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times" if ratio >= 1 else f"{ratio:.2g} of"
-
-
-def _plain(tree: Any) -> Any:
-    """Ready for JSON, which has no word for what is not finite."""
-    if isinstance(tree, dict):
-        return {k: _plain(v) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_plain(v) for v in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 # Left as it was
@@ -301,7 +290,7 @@ def audit(
     methods   a method, several, or their text as "sbp(keep=0.5)": applied for the audit and removed after it
     progress  a bar; None: where it takes longer than a few seconds
     """
-    model = _inner(model, "audit")
+    model = unwrapped(model, "audit")
     if steps < 1:
         raise ValueError(f"audit(): steps={steps} must be at least 1, and 2 or more for variance and bias².")
     several = batches_of(batch)
@@ -323,7 +312,7 @@ def _runs(batches: int | None, steps: int) -> int | None:
     return None if batches is None else batches * (1 + steps) + 1 + 2 * (batches == 1)
 
 
-def _inner(model: Any, verb: str) -> nn.Module:
+def unwrapped(model: Any, verb: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{verb}(): expected a torch.nn.Module, found {type(model).__name__}.")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # each process audits its own batch
@@ -342,19 +331,19 @@ def batches_of(batch: Any) -> Iterable[Any]:
 def _with(model: nn.Module, methods: Any) -> Iterator[str]:
     """Methods for a while; their text."""
     if methods is None:
-        yield _text(model, "audit")
+        yield method_text(model, "audit")
         return
     given = parse(methods) if isinstance(methods, str) else (methods,) if isinstance(methods, Method) else tuple(methods)
     if not given:
         raise ValueError(f'audit(): methods={methods!r} is exact, so there is nothing to audit. Give one as "sbp(keep=0.5)".')
     apply_(model, *given)
     try:
-        yield _text(model, "audit")
+        yield method_text(model, "audit")
     finally:
         remove_(model)
 
 
-def _text(model: nn.Module, verb: str) -> str:
+def method_text(model: nn.Module, verb: str) -> str:
     found = [m for applied in applied_to(model) for m in applied.report.methods]
     if not found:
         raise ValueError(
@@ -486,302 +475,3 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return tree_map_only(
         Tensor, lambda t: t[start:stop] if t.ndim and len(t) == size else t, dict(batch) if isinstance(batch, Mapping) else batch
     )
-
-
-# In a training loop
-
-
-class Monitor:
-    """The cheap form for a training loop: one mask, a part of the batch, every so many steps. Training goes on as if it were not there.
-
-        monitor = hb.Monitor(model, every=100)
-        for batch in loader:
-            monitor(batch)
-            ...
-
-    every    which calls look; the others return at once
-    share    of the batch: the exact backward of a quarter fits where the approximate one of the whole did. A function is used whole
-    cosine   of all parameters: below this a warning says so
-    scale    of all parameters: outside of these a warning says so
-
-    Call it where the training's forward is, so also under its autocast. In a compiled model another batch size and exact gradients are
-    compiled apart: give share=1, and a large `every`. With dropout the exact and the approximate gradient have different noise, which
-    lowers the cosine.
-    """
-
-    VANISHED = 1e-3  # of the first exact norm
-
-    def __init__(
-        self, model: nn.Module, every: int = 100, share: float = 0.25, cosine: float = 0.5, scale: tuple[float, float] = (0.25, 4.0)
-    ):
-        self.model = _inner(model, "Monitor")
-        if every < 1:
-            raise ValueError(f"Monitor(): every={every} must be at least 1.")
-        if not 0 < share <= 1:
-            raise ValueError(f"Monitor(): share={share} must be in (0, 1]: the share of a batch that is looked at.")
-        self.methods = _text(self.model, "Monitor")
-        self.every, self.share, self.cosine, self.scale = every, share, cosine, scale
-        self.step = 0
-        self.history: list[dict[str, Any]] = []
-        self._norms: dict[str, list[tuple[int, float, float]]] = {}
-        self._warned: set[str] = set()
-
-    def __call__(self, batch: Any) -> dict[str, Any] | None:
-        self.step += 1
-        return None if self.step % self.every else self.look(batch)
-
-    def look(self, batch: Any) -> dict[str, Any]:
-        """Look now; what was found is also added to `history`."""
-        check_batch(self.model, batch, "Monitor")
-        _text(self.model, "Monitor")
-        with untouched(self.model) as rewind:
-            runs = Runs(self.model, rewind)
-            some = self._some(batch)
-            (g, _), (h, _) = runs.exact(some, self.step), runs.approximate(some, self.step)
-            layers = runs.layers
-            square, own, along = layers.dots(g, g), layers.dots(h, h), layers.dots(h, g)
-        found = self._note(layers.names, square, own, along)
-        for kind, text in self._troubles(found).items():
-            if kind not in self._warned:
-                self._warned.add(kind)
-                warnings.warn(f"halfback, step {self.step}: {text}", stacklevel=3)
-        return found
-
-    def _some(self, batch: Any) -> Any:
-        size = size_of(batch)
-        return batch if size is None else resized(batch, min(size, max(2, round(self.share * size))))
-
-    def _note(self, names: list[str], square: Tensor, own: Tensor, along: Tensor) -> dict[str, Any]:
-        cosine = cosines(along, own, square)
-        known = [(float(c), name) for c, s, name in zip(cosine[:-1], square, names, strict=False) if s > 0]
-        for name, wanted, got in zip(names, square.sqrt().tolist(), own.sqrt().tolist(), strict=False):
-            self._norms.setdefault(name, []).append((self.step, wanted, got))
-        zero = bool(square[-1] == 0)
-        worst = min(known, default=(None, None))
-        self.history.append(
-            {
-                "step": self.step,
-                "cosine": None if zero else float(cosine[-1]),
-                "scale": None if zero else float(along[-1] / square[-1]),
-                "norm_exact": float(square[-1].sqrt()),
-                "norm": float(own[-1].sqrt()),
-                "worst": worst[1],
-                "worst_cosine": worst[0],
-            }
-        )
-        return self.history[-1]
-
-    def _troubles(self, now: dict[str, Any]) -> dict[str, str]:
-        """What is wrong, by kind."""
-        if not math.isfinite(now["norm_exact"]):
-            return {
-                "finite": "the exact gradient is not finite, so it is not the method: look at the loss, the data and the learning rate."
-            }
-        if not math.isfinite(now["norm"]):
-            return {"finite": f"the gradient of {self.methods} is not finite, and the exact one is. Train on with hb.exact(model)."}
-        said, more = {}, "Keep more, or approximate fewer layers; hb.audit(model, batch) says where."
-        first = next((h["norm_exact"] for h in self.history if h["norm_exact"]), 0.0)
-        if now["norm_exact"] < self.VANISHED * first:
-            fell = f"the exact gradient's norm fell from {first:.2g} to {now['norm_exact']:.2g}"
-            said["vanished"] = f"{fell}. If the training has not converged, gradients vanish: monitor.norms() says in which layers."
-        if now["cosine"] is not None and now["cosine"] < self.cosine:
-            found = f"the cosine of {self.methods}'s gradient with the exact one is {now['cosine']:.2f}, below {self.cosine}"
-            said["cosine"] = f"{found}; the worst layer is {now['worst']} with {now['worst_cosine']:.2f}. {more}"
-        if now["scale"] is not None and not self.scale[0] <= now["scale"] <= self.scale[1]:
-            found = f"{self.methods} gives {now['scale']:.2f} of the exact gradient, outside {self.scale[0]} to {self.scale[1]}"
-            said["scale"] = f"{found}: a learning rate of its own, which AdamW hides and SGD does not. {more}"
-        return said
-
-    def norms(self) -> dict[str, list[tuple[int, float, float]]]:
-        """For each layer (step, norm of the exact gradient, norm of the approximate one): do gradients vanish?"""
-        return {name: list(seen) for name, seen in self._norms.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        settings = {"model": type(self.model).__name__, "methods": self.methods, "every": self.every, "share": self.share}
-        return _plain({**settings, "steps": self.step, "history": self.history, "norms": self.norms()})
-
-
-# What a training ends in: section 8.6 of the SBP paper, with the control that it lacks
-
-
-def similarity(a: nn.Module | Mapping[str, Tensor], b: nn.Module | Mapping[str, Tensor]) -> dict[str, Any]:
-    """The cosine of two models' weights, as {"layers": {layer: cosine}, "all": cosine}. None: weights that are all zero.
-
-    Of a model its parameters count, of a state dict all floating tensors but the running statistics of norms.
-    """
-    one, two = _weights(a), _weights(b)
-    _check_same(one, two)
-    sums: dict[str, list[float]] = {}
-    for name, x in one.items():
-        y = two[name].to(x.device)
-        found = [float(dot(p.double(), q.double())) for p, q in ((x, y), (x, x), (y, y))]
-        for key in (name.rpartition(".")[0] or "(own)", ""):
-            sums[key] = [s + f for s, f in zip(sums.get(key, [0.0] * 3), found, strict=True)]
-    cosine = {key: along / math.sqrt(xx * yy) if xx * yy else None for key, (along, xx, yy) in sums.items()}
-    every = cosine.pop("")
-    return {"layers": cosine, "all": every}
-
-
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _weights(of: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if isinstance(of, nn.Module):
-        found = dict(of.named_parameters())
-    elif isinstance(of, Mapping):
-        found = {k: v for k, v in of.items() if isinstance(v, Tensor) and k.rpartition(".")[2] not in STATISTICS}  # type: ignore[misc]
-    else:
-        raise TypeError(f"similarity(): expected models or state dicts, found {type(of).__name__}.")
-    return {k.replace("_orig_mod.", ""): v.detach() for k, v in found.items() if v.is_floating_point()}
-
-
-def _check_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    if not one or one.keys() != two.keys():
-        only = [f"only in {name}: {', '.join(sorted(x)[:3])}" for name, x in (("a", set(one) - set(two)), ("b", set(two) - set(one))) if x]
-        raise ValueError(f"similarity(): the two have different weights. {'; '.join(only) or 'There are none'}.")
-    for name in one:
-        if one[name].shape != two[name].shape:
-            raise ValueError(f"similarity(): {name} is {tuple(one[name].shape)} in a and {tuple(two[name].shape)} in b.")
-
-
-def consistency(a: nn.Module, b: nn.Module, batches: Any) -> float:
-    """The share of samples (or positions) for which two models' highest score is of the same class; in eval mode.
-
-    batches   a batch or several, as in `audit`. Classes are the last axis of scores, or the second of four or more.
-    """
-    same = count = 0
-    with _eval(a), _eval(b), torch.no_grad():
-        for batch in batches_of(batches):
-            x, y = _predicted(a, batch), _predicted(b, batch)
-            if x.shape != y.shape:
-                raise ValueError(f"consistency(): a predicts {tuple(x.shape)} and b {tuple(y.shape)} for the same batch.")
-            same += int((x == y.to(x.device)).sum())
-            count += x.numel()
-    if not count:
-        raise ValueError("consistency(): there is no sample in batches.")
-    return same / count
-
-
-@contextlib.contextmanager
-def _eval(model: nn.Module) -> Iterator[None]:
-    flags = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-def _predicted(model: nn.Module, batch: Any) -> Tensor:
-    check_batch(model, batch, "consistency")
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    elif isinstance(batch, Tensor):
-        out = model(batch)
-    elif callable(batch):
-        raise ValueError("consistency(): a function returns a loss, and predictions are wanted; give tensors, tuples or dicts.")
-    else:
-        out = model(batch[0]) if len(batch) == 2 else model(*batch)
-    scores = output_of(out)
-    if not isinstance(scores, Tensor) or scores.ndim < 2:
-        raise ValueError(f"consistency(): {type(model).__name__} returned {type(scores).__name__}, and scores of classes are wanted.")
-    return scores.argmax(1 if scores.ndim > 3 else -1)
-
-
-BATCHES, WEIGHTS = "exact, other batches", "exact, other weights"  # the controls: how far apart two exact trainings end
-
-
-def compare_trained(settings: Settings, say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Exact training beside training with each method from the same weights on the same batches: how far apart do they end? And,
-    what that has to be compared with, beside exact training from the same weights on other batches, and from other weights.
-
-    After every epoch the cosine of the weights with the exact run's, by layer, and the norms of the exact and the approximate gradient
-    on one batch, by layer; at the end accuracy, and the share of test images for which the prediction is the exact run's.
-    """
-    from . import compare as pieces
-
-    methods = [m for m in pieces.split_methods(settings.methods) if m != "exact"]
-    if settings.seeds < 2:
-        raise ValueError(f"compare_trained(): seeds={settings.seeds} must be at least 2: one seed cannot tell a difference from chance.")
-    data = pieces._on_device(pieces.load_data(settings.data), settings.device)
-    begin = time.perf_counter()
-    entries: list[dict[str, Any]] = [{"run": name, "seeds": []} for name in ("exact", *methods, BATCHES, WEIGHTS)]
-    with torch.random.fork_rng(enabled=True):
-        for seed in range(settings.seeds):
-            say(f"seed {seed + 1} of {settings.seeds}: {len(entries)} runs of {settings.epochs} epochs")
-            for entry, found in zip(entries, _trained(settings, methods, seed, data), strict=True):
-                entry["seeds"].append({"seed": seed, **found})
-    for entry in entries:
-        values = {k: [s[k] for s in entry["seeds"]] for k in ("accuracy", "consistency", "similarity")}
-        entry["mean"] = {k: statistics.fmean(v) for k, v in values.items()}
-        entry["std"] = {k: statistics.stdev(v) for k, v in values.items()}
-    where = {"settings": dataclasses.asdict(settings), **pieces.surroundings(settings.device), "seconds": time.perf_counter() - begin}
-    result = _plain({**where, "runs": entries})
-    say(trained_table(result))
-    return result
-
-
-def _trained(settings: Settings, methods: list[str], seed: int, data: Any) -> list[dict[str, Any]]:
-    """All runs of one seed."""
-    from . import compare as pieces
-
-    def fresh(weights: int) -> nn.Module:
-        torch.manual_seed(weights)
-        return pieces.load_model(settings.model, data.shape, data.classes)
-
-    other = seed + settings.seeds  # a seed that no other run has
-    begin = functools.partial(pieces.start, settings=settings, steps=settings.epochs * pieces.steps_per_epoch(settings, data))
-    runs = [begin(m, seed, fresh(seed)) for m in ("exact", *methods)]
-    runs += [begin("exact", other, fresh(seed)), begin("exact", seed, fresh(other))]
-    batch = data.x_train[: settings.batch], data.y_train[: settings.batch]
-    epochs: list[list[dict[str, Any]]] = [[] for _ in runs]
-    for epoch in range(settings.epochs):
-        for run in runs:
-            pieces.train_epoch(run, data, epoch, settings.batch, lambda: None)
-        for run, seen in zip(runs, epochs, strict=True):
-            alike = similarity(runs[0].model, run.model)
-            seen.append({"similarity": alike["all"], "layers": alike["layers"], "norms": gradient_norms(run.model, batch)})
-    test = list(zip(data.x_test.split(settings.batch), data.y_test.split(settings.batch), strict=True))
-    return [
-        {
-            "accuracy": pieces.accuracy(run.model, data, settings.batch),
-            "consistency": consistency(runs[0].model, run.model, test),
-            "similarity": seen[-1]["similarity"],
-            "epochs": seen,
-        }
-        for run, seen in zip(runs, epochs, strict=True)
-    ]
-
-
-def gradient_norms(model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
-    """For each layer the norm of the exact gradient and of the approximate one, of one mask. The model is left as it was."""
-    with untouched(model) as rewind:
-        runs = Runs(model, rewind)
-        norms = [runs.layers.dots(g, g).sqrt().tolist() for g, _ in (run(batch, 0) for run in (runs.exact, runs.approximate))]
-    return dict(zip([*runs.layers.names, "all"], zip(*norms, strict=True), strict=True))
-
-
-def trained_table(result: dict[str, Any]) -> str:
-    """What `compare_trained` found, as text."""
-    runs, epochs = result["runs"], result["settings"]["epochs"]
-    shown = [["", "accuracy", "same prediction", "cosine of weights"]]
-    for run in runs:
-        cells = [(run["mean"][k], run["std"][k]) for k in ("accuracy", "consistency", "similarity")]
-        percent = [f"{100 * mean:.1f} ± {100 * std:.1f} %" for mean, std in cells[:2]]
-        shown.append([run["run"], *percent, f"{cells[2][0]:.3f} ± {cells[2][1]:.3f}"])
-    shown[1][2:] = ["", ""]  # exact is what the others are compared with
-    each = [["cosine of weights after epoch", *(str(e + 1) for e in range(epochs))]]
-    each += [[run["run"], *(f"{_over_seeds(run, e, 'similarity'):.3f}" for e in range(epochs))] for run in runs[1:]]
-    norms = [["norm of gradients, first and last epoch", *(run["run"] for run in runs[:-2])]]
-    for layer in runs[0]["seeds"][0]["epochs"][0]["norms"]:
-        ends = [[_over_seeds(run, e, "norms", layer, 1) for e in (0, epochs - 1)] for run in runs[:-2]]
-        norms.append([layer, *(f"{first:.2g}, {last:.2g}" for first, last in ends)])
-    seeds = f"Against exact from the same weights on the same batches; mean ± standard deviation over {result['settings']['seeds']} seeds."
-    return "\n\n".join([rows(shown), rows(each), rows(norms), seeds])
-
-
-def _over_seeds(run: dict[str, Any], epoch: int, *keys: Any) -> float:
-    """The mean of what lies under these keys of an epoch."""
-    found = [functools.reduce(lambda tree, key: tree[key], keys, s["epochs"][epoch]) for s in run["seeds"]]
-    return statistics.fmean(math.nan if v is None else v for v in found)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import memory, planner, rewrite
+from . import memory, planner, rewrite, ways
 from .blocks import find_blocks
 from .compare import Settings, made_of, split_list
 from .data import load_data
@@ -27,10 +27,11 @@ from .memory import Comparison, Profile
 from .methods import SBP, DropIT, Method, parse
 from .models import Subject, Wanted, load_model, load_subject
 from .page import page
-from .planner import CONTEXT, Planner, Way, largest, parse_size, plan_with, total_of
+from .planner import CONTEXT, Planner, largest, parse_size, plan_with, total_of
 from .report import readable, rows
 from .timing import Clock
 from .untouched import untouched
+from .ways import Way
 from .weightless import faked, weightless
 
 METHODS = (
@@ -296,7 +297,7 @@ class Fitting:
         model, batch = subject.model, subject.batch()
         with untouched(model), applied(model, parsed(method)), weightless(model, self.device == "cuda") as mode:
             model.train()
-            return planner.count(model, faked(mode, batch), (), Clock(), self.device)
+            return ways.count(model, faked(mode, batch), (), Clock(), self.device)
 
 
 def bytes_of(batch: Any) -> int:
@@ -480,7 +481,7 @@ def fit_page(subject: Subject, args: argparse.Namespace, found: list[Fitted]) ->
 
 def audit(args: argparse.Namespace) -> None:
     from .audit import audit as run_audit
-    from .audit import compare_trained
+    from .trained import compare_trained
 
     with telling(args) as say:
         if not parse(args.method):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -245,9 +246,15 @@ class Storage:
     def holder(self) -> Where:
         return self.saved_by[0] if self.saved_by else self.made_by
 
+    @property
+    def what(self) -> str:
+        """Shape and dtype of what was saved, which may be a part of the storage that it keeps alive."""
+        part = math.prod(self.shape) * getattr(torch, self.dtype).itemsize < self.bytes
+        return ("a part, " if part else "") + f"{'x'.join(map(str, self.shape)) or 'one number'} {self.dtype}"
+
     def __str__(self) -> str:
         shared = f", and {len(self.saved_by) - 1} more" if len(self.saved_by) > 1 else ""
-        return f"{readable(self.bytes)}  {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}, saved by {self.holder}{shared}"
+        return f"{readable(self.bytes)}  {self.what}, saved by {self.holder}{shared}"
 
 
 @dataclass
@@ -297,10 +304,10 @@ class Profile:
         for name, size in sorted(self.by_module(depth).items(), key=lambda pair: -pair[1]):
             own = [s for s in self.storages if ".".join(s.holder.module.split(".")[:depth]) == name]
             largest = max(own, key=lambda s: s.bytes)
-            what = f"{'x'.join(map(str, largest.shape))} {largest.dtype} for {largest.holder.operation or 'a custom Function'}"
+            what = f"{largest.what} for {largest.holder.operation or 'a custom Function'}"
             cells.append([name or "(the model itself)", readable(size), f"{size / max(1, self.held):.1%}", str(len(own)), what])
         cells.append(["all", readable(self.held), "100.0%" if self.held else "", str(len(self.storages)), ""])
-        return rows(cells)
+        return rows(cells, texts=1)
 
     def __str__(self) -> str:
         size = f", batch {self.batch}" if self.batch else ""
@@ -398,13 +405,13 @@ class Comparison:
                 continue
             left = f"{after / before:.2f}" if before else "new"
             cells.append([kind, readable(before), readable(after), left, self._why(before, after, largest)])
-        return "\n".join([*lines, "", rows(cells)])
+        return "\n".join([*lines, "", rows(cells, texts=1)])
 
     def _why(self, before: int, after: int, largest: Storage | None) -> str:
         if largest is None:
             return "nothing"
         others = [str(w) for w in largest.saved_by[1:]]
-        text = f"{'x'.join(map(str, largest.shape))} {largest.dtype} in {largest.holder.module or 'the model itself'}"
+        text = f"{largest.what} in {largest.holder.module or 'the model itself'}"
         if others:
             return f"{text}, also for {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
         return text if after < before else f"{text}, for itself alone" if before else f"{text}, made by {largest.made_by}"

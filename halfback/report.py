@@ -14,11 +14,16 @@ def readable(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
-def rows(cells: list[list[str]]) -> str:
-    """Cells in columns: the first to the left, numbers to the right, a line under the head."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+def rows(cells: list[list[str]], texts: int = 0) -> str:
+    """Cells in columns: the first and the last `texts` to the left, numbers to the right, a line under the head."""
+    count = len(cells[0])
+    widths = [max(len(row[i]) for row in cells) for i in range(count)]
+    left = [i == 0 or i >= count - texts for i in range(count)]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(c.ljust(w) if at_left else c.rjust(w) for c, w, at_left in zip(row, widths, left, strict=True)).rstrip()
+
+    return "\n".join([line(cells[0]), "-" * (sum(widths) + 2 * (count - 1)), *map(line, cells[1:])])
 
 
 def table(entries: list[dict[str, Any]]) -> str:

@@ -18,9 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfback as hb
-from halfback.audit import Audit, Monitor, audit, batches_of, compare_trained, consistency, gradient_norms, similarity, untouched
+from halfback.audit import Audit, audit, batches_of
 from halfback.compare import Settings
 from halfback.models import small_vit
+from halfback.monitor import Monitor
+from halfback.trained import compare_trained, consistency, gradient_norms, similarity
+from halfback.untouched import untouched
 
 ROWS = hb.DropIT(0.25, select="random", of="rows", layers="all")
 

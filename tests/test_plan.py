@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,7 +307,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(hb.plan(model, torch.randn(4, 256), "64MiB", batch_size="max").batch_size)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     size, grown = map(int, done.stdout.split())
     assert size > 50_000 and grown < 300 * 2**10  # KiB
@@ -380,7 +381,7 @@ def test_a_plan_reads_well():
 
 def test_scipy_is_asked_for_by_name():
     script = "import sys; sys.modules['scipy'] = None; import torch, halfback as hb; hb.plan(torch.nn.Linear(2, 2), torch.zeros(1, 2), 0.9)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert "ImportError: plan() solves a mixed integer program with scipy: pip install halfback[plan]." in done.stderr
 
 

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import timm
@@ -722,7 +723,7 @@ start = time.perf_counter()
 p = hb.profile(model, x, device="cuda")
 print(p.held, p.parameters, time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     held, parameters, seconds, rss = map(float, done.stdout.split())
     assert held > 50 * 2**30 and parameters == pytest.approx(304.3e6 * 4, rel=0.01)

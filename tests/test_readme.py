@@ -30,6 +30,9 @@ def test_the_tables_are_what_the_result_files_say():
 
 
 def test_results_say_where_they_come_from():
+    for row in [json.loads(line) for line in (RESULTS / "budget.jsonl").read_text().splitlines()]:
+        assert {"gpu", "torch", "commit", "date", "seed", "part", "model"} <= row.keys()
+        assert len(row["commit"]) == 40
     files = [f for f in ("sbp.jsonl", "dropit.jsonl") if (RESULTS / f).exists()]
     for row in [json.loads(line) for f in files for line in (RESULTS / f).read_text().splitlines()]:
         assert {"gpu", "torch", "commit", "date", "seed", "step_ms", "peak_gib"} <= row.keys()
@@ -59,12 +62,22 @@ def test_the_readmes_first_lines_run():
     assert len(less) == 3 and max(less) < held == hb.held(model, lambda: zoo.loss(model, batch))
 
 
+def test_the_lines_on_budget_profile_plan_and_audit_run(capsys):
+    model, batch = zoo.make("vit", layers=3)
+    exec(BLOCKS[1].replace("16GiB", "1GiB"), {"hb": hb, "model": model, "batch": batch})
+    hb.remove_(model)
+    exec(BLOCKS[2], {"hb": hb, "model": model, "batch": batch})
+    said = capsys.readouterr().out
+    assert "held for backward" in said and "of plain training's" in said and "cosine" in said
+    assert not any("_halfback" in vars(m) for m in model.modules())
+
+
 def test_what_you_can_ask_for_runs_and_shows_every_field_with_its_default():
     model, _ = zoo.make("vit", layers=3)
     f, x, positions = torch.nn.Linear(4, 4), torch.randn(2, 6, 4), hb.Positions.of([0, 2, 5], (6,))
-    exec(BLOCKS[1], {"hb": hb, "model": model, "f": f, "x": x, "positions": positions})
+    exec(BLOCKS[3], {"hb": hb, "model": model, "f": f, "x": x, "positions": positions})
     for name in ("SBP", "DropIT"):
-        call = re.search(rf"^hb\.{name}\(\n.*?^\)", BLOCKS[1], re.DOTALL | re.MULTILINE)[0]
+        call = re.search(rf"^hb\.{name}\(\n.*?^\)", BLOCKS[3], re.DOTALL | re.MULTILINE)[0]
         method = getattr(hb, name)
         assert eval(call) == method()
         assert re.findall(r"^    (\w+)=", call, re.MULTILINE) == [field.name for field in dataclasses.fields(method)]
