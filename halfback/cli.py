@@ -186,7 +186,12 @@ def _add_fit(to: argparse.ArgumentParser) -> None:
     _add_common(to)
     to.add_argument("--gpu", required=True, metavar="SIZE", help="the memory of the GPU, as 16GiB")
     to.add_argument("--largest", default="batch", choices=LARGEST, help="what to make as large as it can be (default: %(default)s)")
-    to.add_argument("--methods", default=METHODS, metavar="LIST", help=f"see below (default: {METHODS})")
+    to.add_argument(
+        "--methods",
+        default=METHODS,
+        metavar="LIST",
+        help=f"see below (default: {METHODS}; and, for large vocabularies, recompute+chunkedloss)",
+    )
     to.add_argument("--step", type=int, metavar="N", help="try multiples of it (default: 1 sample, a patch or 32 pixels, 64 tokens)")
     _add_counted(to)
 

@@ -23,6 +23,7 @@ from . import memory, planner, rewrite, ways
 from .blocks import find_blocks
 from .compare import Settings, made_of, split_list
 from .data import load_data
+from .heads import find_heads
 from .memory import Comparison, Profile
 from .methods import SBP, DropIT, Method, parse
 from .models import Subject, Wanted, load_model, load_subject
@@ -34,6 +35,7 @@ from .untouched import untouched
 from .ways import Way
 from .weightless import faked, weightless
 
+LARGE_VOCABULARY = "recompute+chunkedloss"  # one more method for models that have one
 METHODS = (
     "plain, accumulation, recompute, lean, dropit(keep=0.1, activation_bits=4), sbp(keep=0.5), sbp(keep=0.5)+lean, sbp(keep=0.5)+recompute"
 )
@@ -310,6 +312,8 @@ def fit(args: argparse.Namespace) -> None:
         room = gpu_of(args.gpu)
         methods = fit_methods(args.methods)
         subject = first_subject(args)
+        if args.methods == METHODS and find_heads(subject.model, [name for name, _ in find_blocks(subject.model)]):
+            methods.append(LARGE_VOCABULARY)
         step = args.step or (1 if args.largest == "batch" else subject.step)
         introduce(subject if args.largest == "batch" else replace(subject, inputs="", notes=()), say)
         with ticking(len(methods)) as (tick, done):
