@@ -31,6 +31,8 @@ def check_batch(model: nn.Module, batch: Any, verb: str) -> None:
         raise TypeError(f"{verb}(): batch is {type(batch).__name__}; give {FORMS}.")
     if not callable(batch) and not any(isinstance(t, Tensor) for t in tree_leaves(_plain(batch))):
         raise TypeError(f"{verb}(): there is no tensor in batch={batch!r}; give {FORMS}.")
+    if isinstance(model, nn.parallel.DistributedDataParallel) and verb in ("profile", "plan"):
+        raise ValueError(f"{verb}(): give the model that is wrapped, model.module; DDP itself holds buckets as large as the gradients.")
     if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError(
             f"{verb}(): the model is compiled, and the compiler chooses what is held: it cannot be counted. Give the model as it was "

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from .hooks import Standin
@@ -30,6 +29,7 @@ from .notes import listen, note
 LEAST = 4096  # outputs that make a layer worth it
 PART = 2**27  # bytes of a part's scores in fp32
 ABOUT = {"size", "dim", "numel", "__len__", "is_floating_point", "element_size", "nelement", "ndimension", "is_complex", "__get__"}
+HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 CONTENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that are tensors
 ORDINARY = (Tensor, nn.Parameter, FakeTensor)
 
@@ -52,7 +52,7 @@ def rows_of_a_part(classes: int) -> int:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum over rows, and the number of rows that count, of a cross entropy; the gradient is found in the forward."""
+    """The sum over rows of a cross entropy; the gradient is found in the forward."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, rows, ignored, smoothing):
@@ -79,10 +79,16 @@ class CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, factor):
-        found = [None if g is None else (g.to(factor.dtype) * factor).to(g.dtype) for g in ctx.saved_tensors]
+        if torch.is_grad_enabled():
+            raise RuntimeError("halfback: double backward (create_graph=True) through ChunkedLoss is not supported. Leave it out.")
+        found = [None if g is None else _scaled(g, factor) for g in ctx.saved_tensors]
         return (*found, None, None, None, None)
+
+
+def _scaled(g: Tensor, factor: Tensor) -> Tensor:
+    """g times factor, and zero where g is, whatever the factor: where no target counts, it is 1 / 0."""
+    return torch.where(g == 0, 0, g.to(factor.dtype) * factor).to(g.dtype)
 
 
 class _Gradients:
@@ -113,11 +119,50 @@ class _Gradients:
 
 
 def cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, mean: bool, smoothing: float) -> Tensor:
-    total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
-    return total / (target != ignored).sum() if mean else total
+    with torch.autocast(x.device.type, enabled=False):  # what is cast was cast where the layer was called
+        total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
+        return total / (target != ignored).sum() if mean else total
 
 
 # Scores that are not there
+
+
+class Deferred(torch.autograd.Function):
+    """A linear layer that is not computed: its output is `Scores`. Whatever gradient reaches those goes on as the layer's would."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, told, dtype, versions):
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return Scores(x.detach(), weight.detach(), None if bias is None else bias.detach(), told, dtype, versions)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        rows = grad.flatten(0, -2)
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None, None
+
+
+class Whole(torch.autograd.Function):
+    """The scores themselves. Their gradient goes back through `Scores`, so that hooks on those see it."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        with torch.autocast(scores.x.device.type, enabled=False):
+            return F.linear(scores.x, scores.weight, scores.bias).to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def deferred(x: Tensor, weight: Tensor, bias: Tensor | None, told: Any, dtype: torch.dtype, versions: list) -> Scores:
+    scores = Deferred.apply(x, weight, bias, told, dtype, versions)
+    scores.inputs = (x, weight, bias)
+    return scores
 
 
 class Scores(Tensor):
@@ -128,40 +173,50 @@ class Scores(Tensor):
     bias: Tensor | None
     told: Callable[[str], Any]
     versions: list[tuple[Tensor, int]]
+    inputs: tuple[Tensor, Tensor, Tensor | None]  # the same with their place in the graph
+    hooked: bool  # somebody wants to see the gradient of these very scores, so it has to pass through them
 
     @staticmethod
-    def __new__(cls, x, weight, bias, told, dtype=None, versions=None):
-        shape = (*x.shape[:-1], len(weight))
+    def __new__(cls, x, weight, bias, told, dtype, versions):
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        made = make(cls, shape, dtype=dtype or x.dtype, device=x.device, requires_grad=True)
+        made = make(cls, (*x.shape[:-1], len(weight)), dtype=dtype, device=x.device)
         made.x, made.weight, made.bias, made.told = x, weight, bias, told
-        made.versions = versions or [(t, t._version) for t in (x, weight, bias) if t is not None]
+        made.versions, made.hooked = versions, False
         return made
 
     def __init__(self, *args, **kwargs):
         pass
 
     def _like(self, x: Tensor, dtype: torch.dtype | None = None) -> Scores:
-        return Scores(x, self.weight, self.bias, self.told, dtype or self.dtype, self.versions)
+        return deferred(x, *self.inputs[1:], self.told, dtype or self.dtype, self.versions)
 
-    def whole(self) -> Tensor:
-        """The scores themselves."""
+    def check(self) -> None:
         for t, version in self.versions:
             if t._version != version:
                 raise RuntimeError(
                     "halfback: scores (logits) are asked for that ChunkedLoss never computed, and the weights they come from have changed "
                     "since. Ask for them before optimizer.step(), or leave ChunkedLoss out."
                 )
-        return F.linear(self.x, self.weight, self.bias).to(self.dtype)
+
+    def whole(self) -> Tensor:
+        """The scores themselves."""
+        self.check()
+        return Whole.apply(self)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ABOUT and getattr(getattr(func, "__self__", None), "__name__", "") not in CONTENTS:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if name in HOOKS:
+            args[0].hooked = True
+        if name in HOOKS or (name in ABOUT and attribute not in CONTENTS):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], Scores):
+        if args and isinstance(args[0], Scores) and not kwargs and _same(name, args[0], args[1:]):
+            return args[0]
+        _refuse_in_place(name, args, kwargs)
+        if args and isinstance(args[0], Scores) and torch.is_grad_enabled() and not args[0].hooked:
             found = _spared(func, name, args[0], args[1:], kwargs)
             if found is not None:
                 return found
@@ -169,10 +224,30 @@ class Scores(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:  # as autograd's own bookkeeping asks for
+            own = args[0]
+            return Scores(own.x, own.weight, own.bias, own.told, own.dtype, own.versions)
         raise RuntimeError(f"halfback: {func} reached scores (logits) that ChunkedLoss did not compute. Leave it out.")
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"Scores(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+
+
+def _same(name: str, scores: Scores, args: tuple) -> bool:
+    """Would torch return the very tensor?"""
+    if name == "to" and len(args) == 1:
+        return args[0] == scores.dtype
+    return not args and (name == "contiguous" or (name == "float" and scores.dtype == torch.float32))
+
+
+def _refuse_in_place(name: str, args: tuple, kwargs: dict) -> None:
+    """What would change scores that are not there: views of them would not know."""
+    changes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", "__set__") or kwargs.get("inplace")
+    if (changes and name != "requires_grad_") or isinstance(kwargs.get("out"), Scores):
+        raise RuntimeError(
+            f"halfback: {name} would change scores (logits) in place, which ChunkedLoss did not compute. Work on logits.clone(), or leave "
+            "ChunkedLoss out."
+        )
 
 
 def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -187,18 +262,17 @@ def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 def _spared(func: Any, name: str, scores: Scores, args: tuple, kwargs: dict) -> Any:
     """What needs no scores: other shapes of the rows, another dtype, cross entropy. None for all else."""
+    x = scores.inputs[0]
     if func is F.cross_entropy:
         return _loss(scores, *args, **kwargs)
     if name == "float" and not args and not kwargs:
-        return scores._like(scores.x, torch.float32)
+        return scores._like(x, torch.float32)
     if name == "to" and not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype) and args[0].is_floating_point:
-        return scores._like(scores.x, args[0])
-    if name == "contiguous" and not args and not kwargs:
-        return scores
-    if name in ("view", "reshape", "flatten") and not kwargs:
+        return scores._like(x, args[0])
+    if name in ("view", "reshape", "flatten") and not kwargs and not any(isinstance(a, torch.dtype) for a in args):
         return _reshaped(scores, name, args)
     if name == "__getitem__" and _whole_rows(args[0], scores.dim()):
-        return scores._like(scores.x[args[0]])
+        return scores._like(x[args[0]])
     return None
 
 
@@ -208,7 +282,7 @@ def _reshaped(scores: Scores, name: str, args: tuple) -> Scores | None:
     except (RuntimeError, TypeError):
         return None  # the scores themselves say why
     same = len(shape) > 0 and shape[-1] == scores.shape[-1]
-    return scores._like(scores.x.reshape(*shape[:-1], scores.x.shape[-1])) if same else None
+    return scores._like(scores.inputs[0].reshape(*shape[:-1], scores.x.shape[-1])) if same else None
 
 
 def _whole_rows(index: Any, dims: int) -> bool:
@@ -231,9 +305,10 @@ def _loss(
     rows = scores.dim() == 2 and isinstance(target, Tensor) and target.shape == scores.shape[:1] and not target.is_floating_point()
     if not (known and rows):
         return None
-    x, own, bias = scores.x, scores.weight, scores.bias
+    scores.check()
+    x, own, bias = scores.inputs
     loss = cross_entropy(x, own, bias, target.to(torch.int64), ignore_index, reduction == "mean", label_smoothing)
-    return loss.to(scores.dtype)
+    return loss if torch.is_autocast_enabled(scores.device.type) else loss.to(scores.dtype)
 
 
 # On a model
@@ -259,13 +334,15 @@ class Spared(Standin):
     def __call__(self, *args, **kwargs):
         if not (self.module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func
+            return self.plain(*args, **kwargs)
         with Sparing(self):
             return self.plain(*args, **kwargs)
 
     def head_of(self, weight: Any) -> str:
         """The name of the last layer that a weight belongs to, if it is one."""
         for name in self.heads:
-            if self.module.get_submodule(name).weight is weight:
+            if self.module.get_submodule(name)._parameters.get("weight") is weight:  # one that is computed is none
                 return name
         return ""
 
@@ -299,4 +376,4 @@ class Sparing(TorchFunctionMode):
         def told(func: str) -> None:
             note(owner, name, "scores computed after all, as asked for by", func)
 
-        return Scores(x, weight, bias, told, versions=versions)
+        return deferred(x, weight, bias, told, x.dtype, versions)

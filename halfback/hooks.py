@@ -387,7 +387,7 @@ class Recomputed(Standin):
     def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = ""):
         super().__init__(module, own)
         self.parts, self.name = parts, name
-        self.checked = False
+        self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
 
     def __call__(self, *args, **kwargs):
         if not (self.module.training and torch.is_grad_enabled()):
@@ -401,7 +401,18 @@ class Recomputed(Standin):
         samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
         if samples > 1:
             return self.in_parts(samples, args, kwargs)
-        return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
+
+    def again(self, *args, **kwargs):
+        """The module's own forward; when it runs for the second time, in the backward, its buffers (statistics) stay as they are."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return self.plain(*args, **kwargs)
+        before = [(b, b.detach().clone()) for b in self.module.buffers() if not isinstance(b, FakeTensor)]
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            for buffer, was in before:
+                buffer.data.copy_(was)
 
     # A batch in parts
 
@@ -410,15 +421,21 @@ class Recomputed(Standin):
         return 1 if first is None or first.ndim < 2 else len(first)
 
     def in_parts(self, samples: int, args: tuple, kwargs: dict) -> Any:
-        if not self.checked and not any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
-            self.check(samples, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        split = [_has_samples(t, samples) for t in leaves]
+        fake = any(isinstance(t, FakeTensor) for t in leaves)
+        if not fake and (self.split is None or len(self.split) != len(split)):
+            self.check(samples, args, kwargs)
+            self.split = split
+        split = split if fake or self.split is None else [a and b for a, b in zip(split, self.split, strict=True)]
+        if not fake and split != self.split:  # something that had samples has none now
+            return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
         parts = -(-samples // -(-samples // self.parts))
-        shares = [t.split(-(-samples // self.parts)) if _has_samples(t, samples) else (t,) * parts for t in leaves]
+        shares = [t.split(-(-samples // self.parts)) if has else (t,) * parts for t, has in zip(leaves, split, strict=True)]
         outs = []
         for part in zip(*shares, strict=True):
             a, kw = tree_unflatten(part, spec)
-            outs.append(checkpoint(self.plain, *a, use_reentrant=False, **kw))
+            outs.append(checkpoint(self.again, *a, use_reentrant=False, **kw))
         return _joined(outs, self.name)
 
     def check(self, samples: int, args: tuple, kwargs: dict) -> None:
@@ -428,10 +445,12 @@ class Recomputed(Standin):
         with torch.no_grad(), torch.random.fork_rng(devices):
             self.module.eval()
             try:
-                (a, kw), (one, named) = (_first(n, (args, kwargs), samples) for n in (2, 1))
-                pair, alone = self.plain(*a, **kw), self.plain(*one, **named)
-                pairs = zip(tree_leaves(pair), tree_leaves(alone), strict=True)
-                same = all(_close(p[:1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
+                a, kw = _samples(0, 2, (args, kwargs), samples)
+                pair, same = self.plain(*a, **kw), True
+                for i in (0, 1):
+                    one, named = _samples(i, i + 1, (args, kwargs), samples)
+                    pairs = zip(tree_leaves(pair), tree_leaves(self.plain(*one, **named)), strict=True)
+                    same = same and all(_close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
             except (RuntimeError, ValueError) as e:
                 raise ValueError(f"Recompute(parts={self.parts}): {self.name} does not run on a part of the batch: {e}") from e
             finally:
@@ -439,7 +458,6 @@ class Recomputed(Standin):
                     m.training = was
         if not same:
             raise ValueError(f"Recompute(parts={self.parts}): the samples of a batch see each other in {self.name}. Leave parts=1 for it.")
-        self.checked = True
 
     def streams(self, x: Streams, forward: Any, rest: tuple, kwargs: dict) -> Any:
         # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
@@ -466,16 +484,16 @@ def _has_samples(t: Any, samples: int) -> bool:
     return isinstance(t, Tensor) and t.ndim > 0 and len(t) == samples
 
 
-def _first(n: int, tree: Any, samples: int) -> Any:
-    """The first n samples of a batch; what has no samples stays as it is."""
-    return tree_map_only(Tensor, lambda t: t[:n] if _has_samples(t, samples) else t, tree)
+def _samples(start: int, stop: int, tree: Any, samples: int) -> Any:
+    """Some samples of a batch; what has no samples stays as it is."""
+    return tree_map_only(Tensor, lambda t: t[start:stop] if _has_samples(t, samples) else t, tree)
 
 
 def _joined(outs: list, name: str) -> Any:
     """What a block returned for the parts of a batch, as for the whole."""
-    if isinstance(outs[0], Tensor):
+    if isinstance(outs[0], Tensor) and outs[0].ndim:
         return torch.cat(outs)
-    if isinstance(outs[0], (tuple, list)):
+    if type(outs[0]) in (tuple, list):
         return type(outs[0])([_joined(list(x), name) for x in zip(*outs, strict=True)])
     if outs[0] is None:
         return None

@@ -27,7 +27,7 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[Callable[[], None]
     gradients = [(p, p.grad) for p in (*model.parameters(), *(t for t in tensors if t.requires_grad and t.is_leaf))]
     buffers = [(m._buffers, name, b, _copied(b)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     flags = [(m, m.training) for m in model.modules()]
-    back = [*_random_states(), *_draws(model)]
+    back = [*_random_states(), *_draws(model), *_quieted(model)]
 
     def rewind() -> None:
         for owner, name, buffer, before in buffers:
@@ -49,6 +49,17 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[Callable[[], None]
             p.grad = grad
         for undo in back:
             undo()
+
+
+def _quieted(model: nn.Module) -> list[Callable[[], Any]]:
+    """Hooks that run when a gradient is there, as an optimizer's step, are taken off meanwhile."""
+    back: list[Callable[[], Any]] = []
+    for p in model.parameters():
+        hooks = p._post_accumulate_grad_hooks
+        if hooks:
+            back.append(functools.partial(hooks.update, dict(hooks)))
+            hooks.clear()
+    return back
 
 
 def _random_states() -> list[Callable[[], Any]]:

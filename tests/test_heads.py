@@ -104,10 +104,90 @@ def test_a_factor_of_the_loss_reaches_the_gradient_and_a_second_backward_gives_i
     assert all(torch.allclose(p.grad, 2 * once[k], rtol=1e-12) for k, p in model.named_parameters())
 
 
-def test_all_targets_ignored_is_nan_as_in_torch(few_rows):
+def test_all_targets_ignored_is_nan_with_gradients_of_zero_as_in_torch(few_rows):
     model, ids, y = made()
     hb.apply_(model, hb.ChunkedLoss())
-    assert F.cross_entropy(model(ids).view(-1, V), torch.full_like(y, -100).view(-1)).isnan()
+    loss = F.cross_entropy(model(ids).view(-1, V), torch.full_like(y, -100).view(-1))
+    assert loss.isnan() and all(not g.any() for g in gradients(model, loss).values())
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+SEEN = {
+    "a custom Function": lambda model, ids, y: F.cross_entropy(Reversed.apply(model(ids)).view(-1, V), y.view(-1)),
+    "a hook that scales": lambda model, ids, y: _hooked(model(ids), y),
+    "a hook on the flat ones": lambda model, ids, y: _hooked(model(ids).view(-1, V), y),
+}
+
+
+def _hooked(scores, y):
+    scores.register_hook(lambda g: 3 * g)
+    return F.cross_entropy(scores.view(-1, V), y.view(-1))
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_whoever_stands_between_scores_and_loss_sees_the_gradient(how, few_rows):
+    model, ids, y = made()
+    wanted = gradients(model, SEEN[how](model, ids, y))
+    hb.apply_(model, hb.ChunkedLoss())
+    assert furthest(gradients(model, SEEN[how](model, ids, y)), wanted) < 1e-12
+
+
+def test_full_backward_hooks_and_retained_gradients(few_rows):
+    model, ids, y = made()
+    wanted = gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1)))
+    hb.apply_(model, hb.ChunkedLoss())
+    handle = model.register_full_backward_hook(lambda *a: None)
+    with pytest.warns(UserWarning, match="Full backward hook"):  # torch's own: token ids have no gradient
+        assert furthest(gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1))), wanted) < 1e-12
+    handle.remove()
+    scores = model(ids)
+    scores.retain_grad()
+    assert scores.requires_grad and not scores.is_leaf and scores.grad_fn is not None
+    assert furthest(gradients(model, F.cross_entropy(scores.view(-1, V), y.view(-1))), wanted) < 1e-12
+    assert scores.grad.shape == scores.shape
+
+
+IN_PLACE = {
+    "div_": lambda s: s.div_(2),
+    "temperature": lambda s: s.__itruediv__(2),
+    "masked_fill_": lambda s: s.masked_fill_(torch.ones(V, dtype=torch.bool), 0),
+    "setitem": lambda s: s.__setitem__((Ellipsis, 0), 0),
+    "relu": lambda s: F.relu(s, inplace=True),
+    "zeros_": lambda s: nn.init.zeros_(s),
+}
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_changing_scores_in_place_is_refused_by_name(how):
+    model, ids, _ = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    with pytest.raises(RuntimeError, match=r"in place.*logits.clone\(\)"):
+        IN_PLACE[how](model(ids))
+
+
+def test_no_grad_and_double_backward(few_rows):
+    model, ids, y = made()
+
+    def loss():
+        scores = model(ids)
+        with torch.no_grad():
+            target = scores[:, :].softmax(-1).flip(1)
+        return F.cross_entropy(scores.view(-1, V), y.view(-1)) + 1e3 * F.mse_loss(scores.softmax(-1), target)
+
+    wanted = gradients(model, loss())
+    hb.apply_(model, hb.ChunkedLoss())
+    assert furthest(gradients(model, loss()), wanted) < 1e-12
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(F.cross_entropy(model(ids).view(-1, V), y.view(-1)), model.embed.weight, create_graph=True)
 
 
 ASKED = {
@@ -192,8 +272,9 @@ def test_scores_after_a_step_raise_instead_of_being_others():
     F.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
     assert scores.argmax(-1).shape == ids.shape
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"before optimizer.step\(\)"):
-        scores.argmax(-1)
+    for ask in (lambda: scores.argmax(-1), lambda: F.cross_entropy(scores.view(-1, V), y.view(-1))):
+        with pytest.raises(RuntimeError, match=r"before optimizer.step\(\)"):
+            ask()
 
 
 def test_eval_and_no_grad_give_plain_tensors_and_remove_undoes():
@@ -221,7 +302,7 @@ def test_copies_and_pickles_train_too(few_rows):
     hb.apply_(model, hb.ChunkedLoss(), hb.Lean())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         scores = other(ids)
-        assert type(scores) is heads.Scores and scores.weight is other.head.weight
+        assert type(scores) is heads.Scores and scores.inputs[1] is other.head.weight
         F.cross_entropy(scores.view(-1, V), y.view(-1)).backward()
         assert other.head.weight.grad is not None and model.head.weight.grad is None
 
@@ -341,6 +422,72 @@ def test_samples_that_see_each_other_are_a_named_error(n):
     with pytest.raises(ValueError, match=r"see each other in blocks.0"):
         model(ids[:, :n])
     assert all(m.training for m in model.modules())
+
+
+class Forward(Block):
+    def forward(self, x):
+        return super().forward(x) + x.cumsum(0)
+
+
+def test_samples_that_see_those_before_them_are_a_named_error():
+    model, ids, _ = made()
+    model.blocks = nn.ModuleList(Forward() for _ in range(2)).double()
+    hb.apply_(model, hb.Recompute(parts=2))
+    with pytest.raises(ValueError, match=r"see each other in blocks.0"):
+        model(ids)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+
+    def forward(self, x, p):
+        for block in self.blocks:
+            x = block(x, p)
+        return x
+
+
+class ScaledBlock(Block):
+    def forward(self, x, p):
+        return super().forward(x) * p
+
+
+def test_what_had_no_samples_in_the_first_step_has_none_when_it_is_as_long_as_the_batch():
+    torch.manual_seed(0)
+    model, p = Scaled().double().train(), torch.randn(4, 1, dtype=torch.float64)
+    batches = [torch.randn(n, 4, D, dtype=torch.float64) for n in (6, 4)]
+    wanted = [gradients(model, model(x, p).square().sum()) for x in batches]
+    hb.apply_(model, hb.Recompute(parts=4))
+    for x, want in zip(batches, wanted, strict=True):
+        assert furthest(gradients(model, model(x, p).square().sum()), want) < 1e-10
+
+
+@pytest.mark.parametrize("text", ["recompute", "lean+recompute", "lean+recompute(sparing=True)"])
+def test_statistics_of_recomputed_blocks_are_updated_once(text):
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model, x = resnet18(num_classes=4).train(), torch.randn(2, 3, 32, 32)
+    other = copy.deepcopy(model)
+    hb.apply_(other, *hb.parse(text))
+    for m in (model, other):
+        m(x).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+    assert furthest({k: p.grad for k, p in other.named_parameters()}, {k: p.grad for k, p in model.named_parameters()}) < 1e-5
+
+
+def test_an_optimizer_in_the_backward_takes_no_step_in_a_profile_or_a_plan():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    steps = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(type(p)))
+    hb.profile(model, torch.randn(3, 4))
+    hb.profile(model, torch.randn(3, 4), real=True)
+    hb.plan(model, torch.randn(3, 4), 1.0)
+    assert not steps
+    model(torch.randn(3, 4)).sum().backward()
+    assert len(steps) == 4
 
 
 def test_a_batch_norm_is_refused_before_anything_is_changed():
