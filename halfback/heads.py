@@ -120,7 +120,8 @@ class _Gradients:
 
 def cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, mean: bool, smoothing: float) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # what is cast was cast where the layer was called
-        total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
+        with torch._C.DisableTorchFunction():  # many small functions, in which nobody has anything to see
+            total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
         return total / (target != ignored).sum() if mean else total
 
 
