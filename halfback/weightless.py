@@ -16,6 +16,7 @@ GPU would call: dropout keeps a mask of bytes, attention with dropout stays fuse
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,7 @@ def weightless(model: nn.Module, on_gpu: bool = False) -> Iterator[FakeTensorMod
         try:
             yield mode
         except (*UNKNOWN, RuntimeError) as e:
-            if "meta and cpu" in str(e) or "cpu and meta" in str(e):
+            if re.search(r"\b(meta(,| and) cpu|cpu(,| and) meta)\b", str(e)):
                 raise ValueError(
                     "tensors that the function given as batch closes over are on the meta device, and the model is not then. Make them "
                     "on the CPU, or give them as the batch."
