@@ -10,6 +10,7 @@ plan      plans for 0.6, 0.35 and 0.15 of the plain peak: predicted and measured
           `room_needed`: the share of `total_gib` that the allocator has to be given for training to run
 sweep     plans for 20 budgets: less budget never means more memory. It needs no GPU
 
+HALFBACK_PREFER=exact or =fast plans with that preference alone.
 One process a model; plans have the GPU for themselves. Rows are appended to benchmarks/results/budget.jsonl.
 """
 

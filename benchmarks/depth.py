@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import halfback as hb
-from halfback.compare import Settings, accuracy, loss_of, start, steps_per_epoch, surroundings, train_epoch
+from halfback.batches import loss_of
+from halfback.compare import Settings, accuracy, start, steps_per_epoch, surroundings, train_epoch
 from halfback.data import Data, digits
 from halfback.models import ViT, small_vit
 from halfback.report import rows

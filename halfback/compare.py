@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import __version__
+from .batches import loss_of, output_of
 from .data import Data, load_data
-from .memory import Peak, held
+from .memory import profile
 from .methods import parse
 from .models import VIT_B16, load_model, small_vit
 from .page import write_page
@@ -103,45 +102,22 @@ def with_method(model: nn.Module, method: str) -> Report | None:
 # What is measured on one batch
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    return F.cross_entropy(out.logits if hasattr(out, "logits") else out, y)
-
-
-def measure_held(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    return held(model, lambda: loss_of(model, x, y))
-
-
-def measure_peak(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    """Gradients are allocated before, as they are from the second step of a training on."""
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss_of(model, x, y).backward()
-        return torch.cuda.max_memory_allocated() - before
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    with Peak(x, y, *gradients, *model.parameters(), *model.buffers()) as peak:
-        loss_of(model, x, y).backward()
-    return peak.most
+def measured(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, int]:
+    """Held and peak bytes of one training step; on a GPU the peak is the allocator's own."""
+    seen = profile(model, (x, y), real=True, optimizer="none")
+    return {"held": seen.held, "peak": seen.peak if seen.measured_peak is None else seen.measured_peak}
 
 
 def foresee(method: str, batch: int = 64, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> dict[str, int]:
     """Held and peak bytes of a ViT (ViT-B/16 unless told) in training, counted without its memory."""
     shape = shape or VIT_B16
-    before = torch.get_default_dtype()
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the counter of our draws stays a real tensor
-        torch.set_default_dtype(dtype)  # fake weights can be made in a dtype, not moved to it
-        try:
-            model = small_vit(**shape).train()
-        finally:
-            torch.set_default_dtype(before)
-        with_method(model, method)
+    with torch.device("meta"):
+        model = small_vit(**shape).to(dtype).train()
         x = torch.zeros(batch, shape["channels"], shape["image"], shape["image"], dtype=dtype)
         y = torch.zeros(batch, dtype=torch.int64)
-        return {"held": measure_held(model, x, y), "peak": measure_peak(model, x, y)}
+    with_method(model, method)
+    seen = profile(model, (x, y), optimizer="none")
+    return {"held": seen.held, "peak": seen.peak}
 
 
 # Training
@@ -185,7 +161,7 @@ def train_epoch(run: Run, data: Data, epoch: int, batch: int, tick: Callable[[],
 def _step(run: Run, x: Tensor, y: Tensor) -> float:
     begin = time.perf_counter()
     run.optimizer.zero_grad()
-    loss = loss_of(run.model, x, y)
+    loss = loss_of(run.model, (x, y))
     loss.backward()
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.optimizer.step()
@@ -204,8 +180,7 @@ def finish(run: Run, data: Data, batch: int) -> dict[str, Any]:
     run.optimizer.zero_grad()
     return {
         **out,
-        "held": measure_held(run.model, x, y),
-        "peak": measure_peak(run.model, x, y),
+        **measured(run.model, x, y),
         "step_ms": 1000 * statistics.median(run.times),
         "seconds": sum(run.times),
     }
@@ -217,7 +192,7 @@ def accuracy(model: nn.Module, data: Data, batch: int) -> float:
     right = 0
     for x, y in zip(data.x_test.split(batch), data.y_test.split(batch), strict=True):
         out = model(x)
-        right += int(((out.logits if hasattr(out, "logits") else out).argmax(1) == y).sum())
+        right += int((output_of(out).argmax(1) == y).sum())
     return right / len(data.y_test)
 
 
@@ -355,7 +330,7 @@ def _rehearse(settings: Settings, methods: list[str], data: Data) -> None:
         model = load_model(settings.model, data.shape, data.classes).to(settings.device).train()
         with_method(model, method)
         out = model(x)
-        out = out.logits if hasattr(out, "logits") else out
+        out = output_of(out)
         if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[1] < data.classes:
             found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from .hooks import Standin
 from .notes import listen, note
+from .streams import Through
 
 LEAST = 4096  # outputs that make a layer worth it
 PART = 2**27  # bytes of a part's scores in fp32
@@ -348,17 +348,12 @@ class Spared(Standin):
         return ""
 
 
-class Sparing(TorchFunctionMode):
+class Sparing(Through):
     def __init__(self, spared: Spared):
         super().__init__()
         self.spared = spared
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for kind in types:
-            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
-                with self:
-                    return kind.__torch_function__(func, types, args, kwargs)
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             name = self.spared.head_of(given["weight"]) if type(given["input"]) in ORDINARY else ""

@@ -99,7 +99,7 @@ def points_of(methods: str, family: str) -> tuple[float | None, str]:
     for known in (p for want in (family, None) for p in presets() if want in (None, p.family)):
         if known.methods == methods:
             told = "" if known.family == family else f", a {known.family}"
-            return known.points, known.source + told
+            return known.points, f"{known.source}{told}, standard error {known.error}"
     return None, "not measured"
 
 

@@ -555,3 +555,17 @@ def _give_methods() -> None:
 
 FIELDS = {f.name for f in dataclasses.fields(Streams)}
 _give_methods()
+
+
+class Through(torch.overrides.TorchFunctionMode):
+    """A mode that sees the functions on the parts of Streams as it sees those on tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for kind in types:
+            if not issubclass(kind, Tensor):
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs or {})
+        return self.see(func, args, kwargs or {})
+
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        raise NotImplementedError

@@ -31,11 +31,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .layers import opened
+from .streams import Through
 
 MOST_INTEGERS = 2**26  # more of them are fake
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -130,15 +130,10 @@ def _known(t: Tensor) -> bool:
     return not (isinstance(t, FakeTensor) or _floating(t) or t.is_meta)
 
 
-class AsOnGPU(TorchFunctionMode):
+class AsOnGPU(Through):
     """NOTE [as a GPU would]"""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for kind in types:
-            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
-                with self:
-                    return kind.__torch_function__(func, types, args, kwargs)
+    def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func in (F.dropout, torch.dropout):
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -10,8 +10,9 @@ import torch
 
 import halfback as hb
 from halfback import kernels
-from halfback.compare import METHODS, Peak, Settings, compare, foresee, measure_held, measure_peak, split_methods, with_method
+from halfback.compare import METHODS, Settings, compare, foresee, measured, split_methods, with_method
 from halfback.data import digits, load_data
+from halfback.memory import Peak
 from halfback.models import load_model, small_vit
 from halfback.report import readable
 
@@ -22,7 +23,7 @@ def counted(method, dtype):
     model = small_vit(**TINY).to(dtype).train()
     with_method(model, method)
     x, y = torch.zeros(3, 1, 8, 8, dtype=dtype), torch.zeros(3, dtype=torch.int64)
-    return {"held": measure_held(model, x, y), "peak": measure_peak(model, x, y)}
+    return measured(model, x, y)
 
 
 MORE = ["dropit(keep=0.1)", "dropit(bits=4, activation_bits=8)", "dropit(of='rows', activation_bits=4)", "lean+recompute"]
