@@ -60,7 +60,7 @@ def gradients(model: ViT, x: Tensor, y: Tensor) -> Gradients:
         inputs.append(args[0])
 
     hooks = [block.register_forward_pre_hook(note) for block in model.blocks]
-    loss_of(model.train(), x, y).backward()
+    loss_of(model.train(), (x, y)).backward()
     for hook in hooks:
         hook.remove()
     weights = [torch.cat([gradient(p) for p in block.parameters() if p.ndim > 1]) for block in model.blocks]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -349,6 +350,11 @@ class Profile:
     def compare(self, after: Profile) -> Comparison:
         """What changed from this profile to another of the same model, and who holds what did not fall."""
         return Comparison(self, after)
+
+    def save(self, path: Any) -> None:
+        """As JSON, which `from_json` reads."""
+        with open(path, "w") as f:
+            json.dump(self.to_json(), f)
 
 
 @dataclass
