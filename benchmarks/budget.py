@@ -7,6 +7,7 @@ profile   each method on each model: the peak of a step above weights, gradients
           without contents, `predicted_gib` on GPU tensors without contents, `peak_gib` is the allocator's own
 plan      plans for 0.6, 0.35 and 0.15 of the plain peak: predicted and measured peak and time; and what the process takes on the
           device in training with AdamW (`device_gib`), against what the plan says (`total_gib`)
+          `predicted_time`: what the plan says, which has tried a few steps; `estimated_time`: what it knew before that
           `room_needed`: the share of `total_gib` that the allocator has to be given for training to run
 sweep     plans for 20 budgets: less budget never means more memory. It needs no GPU
 
@@ -233,6 +234,8 @@ def one_plan(name, model, batch, planner, plain, budget, prefer) -> dict:
         allowed_gib=allowed,
         used=figures["peak_gib"] / allowed,
         predicted_time=plan.time_ratio,
+        timed=plan.timed,
+        estimated_time=planner.counted[plan.methods].seconds / planner.seconds if plan.methods else 1.0,
         time_ratio=figures["step_ms"] / plain["step_ms"],
         time_error=plan.time_ratio / (figures["step_ms"] / plain["step_ms"]) - 1,
         step_ms=figures["step_ms"],
@@ -272,7 +275,7 @@ def table(rows: list[dict]) -> str:
             mark = "" if r["used"] <= 1 and abs(r["time_error"]) <= 0.1 else "  MISSED"
             lines.append(
                 f"{r['model']:11} {r['budget']:5} {r['prefer']:5} used {r['used']:.3f}, time {r['time_ratio']:.3f} "
-                f"({r['time_error']:+.1%}), needs {r['room_needed']} of {r['total_gib']:.2f} GiB{mark}  {r['label']}"
+                f"({r['time_error']:+.1%}; estimated {r['estimated_time']:.2f}), needs {r['room_needed']} of {r['total_gib']:.2f} GiB{mark}  {r['label']}"
             )
         elif r["part"] == "plan":
             lines.append(f"{r['model']:11} {r['budget']:5} {r['prefer']:5} impossible, smallest {r['smallest']:.3f}")

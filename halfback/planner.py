@@ -5,7 +5,7 @@
 
 A *place* is a block, or what stands between two blocks. What each holds, has alive and takes is counted on fake tensors, once for
 every way in which all blocks can be run; a mixed integer program (scipy's HiGHS) then chooses the way of each block. What it chose
-is counted again as a whole before it is believed.
+is counted again as a whole before it is believed; and on a GPU that it fits on, it is run for a few steps to say how long they take.
 
 NOTE [exact first]
  1. Choices are tried in tiers: exact ones (as it is, Lean, Recompute, the loss in parts); exact ones that are tighter and slower (a
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import blocks as finding
 from . import rewrite
@@ -38,7 +39,7 @@ from .memory import Profile, profile
 from .methods import SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, from_json
 from .report import readable
 from .rewrite import Report, remove_
-from .timing import Clock, Rates, time_of_host
+from .timing import Clock, Rates, time_of_host, time_of_step
 from .untouched import untouched
 from .ways import Way, count, solve
 from .weightless import faked, weightless
@@ -223,6 +224,7 @@ class Planner:
         self.convolutions = sum(isinstance(m, finding.CONVOLUTIONS) for m in model.modules()) > 1  # one alone makes patches
         self.ways: dict[tuple[Kind, bool], Way | None] = {}
         self.counted: dict[tuple[Method, ...], Point | None] = {}
+        self.trials: dict[tuple[Method, ...], float | None] = {}  # seconds of real steps
 
     @contextlib.contextmanager
     def _with(self, methods: tuple[Method, ...]) -> Iterator[Any]:
@@ -245,11 +247,26 @@ class Planner:
             self.ways[key] = found
         return self.ways[key]
 
-    def _host(self, methods: tuple[Method, ...]) -> tuple[float, float]:
-        """What the CPU needs for a forward and a backward: timed with a few samples, where there is a GPU."""
+    def tried(self, methods: tuple[Method, ...], peak: int) -> float | None:
+        """Seconds of a real step; None where there is no GPU, or it does not fit beside what is there."""
+        if self.clock.device is None:
+            return None
+        size = size_of(self.batch)
+        batch = self.batch if self.few is self.batch or size is None else resized(self.few, size)
+        gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        if (self.needs(peak) + gradients) / (1 - UNUSED) > _free(self.clock.device):
+            return None
+        with untouched(self.model, *(t for t in tree_leaves(batch) if isinstance(t, Tensor))), self._applied(methods):
+            try:
+                return time_of_step(lambda: loss_of(self.model, batch), lambda: self.model.zero_grad(set_to_none=True))
+            except torch.OutOfMemoryError:
+                return None
+
+    def _host(self, methods: tuple[Method, ...]) -> float:
+        """What the CPU needs for a step: timed with a few samples, where there is a GPU."""
         size = size_of(self.few)
         if self.clock.device is None or size is None:
-            return 0.0, 0.0
+            return 0.0
         few = resized(self.few, min(size, FEW))
         with untouched(self.model), self._applied(methods):
             return time_of_host(lambda: loss_of(self.model, few))
@@ -278,6 +295,21 @@ class Planner:
         plain = self.way(Kind(), False)
         assert plain is not None
         return plain.time
+
+    def ratio(self, point: Point) -> tuple[float, str]:
+        """The time of a step relative to a plain one, and how it is known."""
+        if not point.methods:
+            return 1.0, Plan.timed
+        if () not in self.trials:
+            self.trials[()] = self.tried((), self.plain.peak)
+        plain = self.trials[()]
+        if plain is not None and point.methods not in self.trials:
+            self.trials[point.methods] = self.tried(point.methods, point.peak)
+        own = self.trials.get(point.methods)
+        if plain is not None and own is not None:
+            return own / plain, "measured on this GPU"
+        estimated = point.seconds / self.seconds if self.seconds else 1.0
+        return estimated, "estimated from its operations, timed on this GPU" if self.clock.device is not None else Plan.timed
 
     def choose(self, kind: Kind, limit: float | None) -> Choice | None:
         """The fastest choice of this kind with an estimated peak within the limit; None as limit: the smallest peak there is."""
@@ -385,6 +417,11 @@ class Planner:
         return points
 
 
+def _free(device: torch.device) -> int:
+    """Bytes that a step could have: of the device, and of what the allocator keeps for later."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class Impossible(ValueError):
     """No choice fits. It says what the smallest needs."""
 
@@ -430,7 +467,7 @@ class Plan:
     source: str = "exact"
     batch_size: int | None = None
     device: str = "cpu"
-    timed: bool = False  # operations were timed on the device, not estimated
+    timed: str = "estimated for a usual GPU"  # how the time is known
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -445,8 +482,7 @@ class Plan:
         lines.append(
             f"  total   {readable(self.total)} on the device, {readable(self.fixed)} of it weights, gradients, optimizer and batch"
         )
-        how = "operations timed on this GPU" if self.timed else "estimated for a usual GPU"
-        lines.append(f"  time    {self.time_ratio:.2f} of a plain step, {how}")
+        lines.append(f"  time    {self.time_ratio:.2f} of a plain step, {self.timed}")
         if self.exact:
             lines.append("  gradients are exact")
         else:
@@ -502,7 +538,8 @@ def plan(
                 plain training. None: all memory of the GPU that the model is on
     prefer      "exact": approximate only what exact means cannot meet. "fast": the fastest of all that cost at most a point of accuracy
     batch_size  another number of samples than the batch has; "max": the most that fits with exact gradients
-    device      "cuda": plan for a GPU with a model that is on the CPU; then times are estimated
+    device      "cuda": plan for a GPU with a model that is on the CPU; then times are estimated. On a GPU the plan is tried for a few
+                steps, if it fits beside what is there
     optimizer   as in `profile`
     curve       also what other budgets would give, for a plot
     """
@@ -525,20 +562,21 @@ def plan_with(planner: Planner, budget: str | float | int, prefer: str = "exact"
     room = planner.room(budget)
     point = planner.find(room, prefer, 0 if isinstance(budget, float) else plain.optimizer_peak)
     seconds = planner.seconds
+    ratio, timed = planner.ratio(point)
     return Plan(
         model=plain.model,
         methods=point.methods,
         budget=room,
         peak=point.peak,
         plain_peak=plain.peak,
-        time_ratio=point.seconds / seconds if seconds else 1.0,
+        time_ratio=ratio,
         total=total_of(plain, planner.needs(point.peak)),
         fixed=plain.fixed,
         points=point.points,
         source=point.source,
         batch_size=plain.batch,
         device=plain.device,
-        timed=planner.clock.device is not None,
+        timed=timed,
         curve=[_told(p, seconds) for p in planner.curve(prefer)] if curve else [],
     )
 

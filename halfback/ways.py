@@ -65,16 +65,12 @@ class Count(Peak):
         self.before: dict[int, int] = {}  # by place: alive when the forward gets there
         self.tops: dict[int, int] = {}  # by place: the most alive in it, forward or backward
         self.seconds: dict[int, float] = {}
-        self.forward = 0.0  # seconds, of all places
-        self.waits = False  # does the CPU wait for the GPU in the middle of a step, to know a value?
 
     def did(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         at = self.blocks.now()
         self.tops[at] = max(self.tops.get(at, 0), self.alive)
         spent = self.clock.seconds(func, args, kwargs, out)
         self.seconds[at] = self.seconds.get(at, 0.0) + spent
-        self.forward += 0.0 if self.blocks.backward else spent
-        self.waits |= func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "cuda"
 
     def _count(self, storage: torch.UntypedStorage, func: Any) -> None:
         at = self.blocks.now()
@@ -92,17 +88,11 @@ class Way:
     tops: list[int]
     seconds: list[float]
     peak: int
-    forward: float = 0.0  # of the seconds
-    waits: bool = False
-    host: tuple[float, float] = (0.0, 0.0)  # seconds that the CPU needs to send forward and backward off; 0 where that is not known
+    host: float = 0.0  # seconds that the CPU needs to send a step off; 0 where that is not known
 
     @property
     def time(self) -> float:
-        """A CPU that never waits is ahead of the GPU, or behind it, by a whole step; one that waits starts anew."""
-        device, host = sum(self.seconds), sum(self.host)
-        if not self.waits:
-            return max(device, host)
-        return max(self.forward, self.host[0]) + max(device - self.forward, self.host[1])
+        return max(sum(self.seconds), self.host)
 
 
 def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, device: str) -> Way:
@@ -126,8 +116,6 @@ def count(model: nn.Module, batch: Any, names: Sequence[str], clock: Clock, devi
         tops=[max(0, seen.tops.get(i, 0) - before[i]) for i in range(places)],
         seconds=[seen.seconds.get(i, 0.0) for i in range(places)],
         peak=seen.most,
-        forward=seen.forward,
-        waits=seen.waits,
     )
 
 
@@ -147,8 +135,8 @@ def solve(holding: Way, again: Way, limit: float | None) -> tuple[set[str], floa
     names = list(dict.fromkeys(holding.visits))
     base, slopes, gain = _by_block(holding, again, names)
     n, scale, unit = len(names), max(holding.peak, 1), max(holding.time, 1e-12)
-    host = sum(holding.host)
-    sending = np.full(n, (sum(again.host) - host) / max(1, n))
+    host = holding.host
+    sending = np.full(n, (again.host - host) / max(1, n))
     device = sum(holding.seconds)
     matrix = np.vstack([np.hstack([slopes / scale, [[-1, 0]] * len(base)]), [*gain / unit, 0, -1], [*sending / unit, 0, -1]])
     upper = np.array([*-base / scale, -device / unit, -host / unit])
