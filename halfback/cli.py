@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .methods import METHODS as KNOWN
+from .train.settings import Stopped
 
 ABOUT = """\
 Train PyTorch models with a fraction of the backward pass.
@@ -23,6 +24,8 @@ examples:
   halfback fit torchvision:convnext_tiny --gpu 16GiB                      the largest batch, with each method
   halfback audit small-vit --data digits --method "sbp(keep=0.5)"         how far a gradient is from the exact one
   halfback compare                                                        a small ViT on scanned digits, eight ways, about four minutes
+  halfback train --data cifar100 --model resnet18 --method lean           train, stop, resume
+  halfback reproduce --list                                               the papers' experiments, and what came out
 """
 MODELS = """\
 models:
@@ -34,6 +37,7 @@ models:
                                          or a function that runs the model and returns the loss. A model alone gets images of --size,
                                          or with --seq token ids
   small-vit                              the small ViT of halfback compare
+  resnet18, vit-s4, vit-s4-mean, convnext      those of halfback train, for images of 32 pixels
 
 """
 PROFILE = """\
@@ -108,6 +112,16 @@ examples:
   halfback compare --model timm:vit_tiny_patch16_224 --data images.npz --device cuda
   halfback compare --model mymodel.py:make --epochs 3
 """
+REPRODUCE = """\
+Runs a recipe of experiments/: the same model and data with each method and each seed. What is done is skipped, what was cut goes on, so a
+long one can be run in pieces. Ends with results.json (means, differences paired by seed with their 95 % interval) and a figure.
+"""
+REPRODUCE_EXAMPLES = """\
+examples:
+  halfback reproduce --list                                          what there is, what the paper says, what came out
+  halfback reproduce dropit_table2 --side-by-side 8 --minutes 10     ten minutes of it, eight trainings at a time
+  halfback reproduce --page                                          write docs/results.md anew
+"""
 WRITING = f"""\
 methods:
   exact                          plain training; added if it is missing. The first method is what ratios are relative to
@@ -132,6 +146,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    from .train import options, reproduce
+
     raw = argparse.RawDescriptionHelpFormatter
     top = Parser("halfback", description=ABOUT, epilog=EXAMPLES, formatter_class=raw)
     top.add_argument("--version", action="version", version=f"halfback {__version__}")
@@ -142,6 +158,8 @@ def parser() -> argparse.ArgumentParser:
         ("fit", "the largest batch, image or text that fits, with each method", FIT, MODELS + WRITING + FIT_EXAMPLES, _add_fit),
         ("audit", "approximate against exact gradients, layer by layer", AUDIT, MODELS + WRITING + AUDIT_EXAMPLES, _add_audit),
         ("compare", "train with each method and compare", COMPARE, WRITING + COMPARE_EXAMPLES, _add_compare),
+        ("train", "train a model, with any method", options.ABOUT, WRITING + options.EXAMPLES, options.add_arguments),
+        ("reproduce", "run the papers' experiments again", REPRODUCE, REPRODUCE_EXAMPLES, reproduce.add_arguments),
     ):
         fill(commands.add_parser(name, help=told, description=about, epilog=more, formatter_class=raw))
     return top
@@ -230,27 +248,33 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="write a page that can be looked at in a browser")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from . import commands
     from .compare import Settings, compare
+    from .train import options, reproduce
 
+    if args.command in ("train", "reproduce"):
+        return {"train": options, "reproduce": reproduce}[args.command].main(args) or 0
     if args.command != "compare":
         getattr(commands, args.command)(args)
-        return
+        return 0
     given = {k: v for k, v in vars(args).items() if k not in ("command", "out", "html")}
     settings = Settings(**given)
     if args.html is not None:
         commands.check_writable(args.html)
     compare(settings, args.out, html=args.html)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        run(parser().parse_args(argv))
-    except (ValueError, OSError, ImportError) as e:
+        return run(parser().parse_args(argv))
+    except (ValueError, OSError, ImportError, MemoryError) as e:
         print(f"halfback: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("halfback: stopped.", file=sys.stderr)
         return 130
-    return 0
+    except Stopped as e:
+        print(f"halfback: {e}", file=sys.stderr)
+        return e.code

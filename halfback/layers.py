@@ -382,7 +382,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
         elif axis == 1 and not weight.requires_grad:
             ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
         elif plan is not None:
-            ledger.store(entry, plan.store, axis, True, plan.seed)
+            ledger.store(entry, plan.store, axis, True, plan.seed, plan.firm)
         else:
             ledger.settle(entry)
     return out
@@ -438,7 +438,12 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     layout = Layout.of(x.detach().contiguous())
     small = SMALL * x.nbytes < ledger.total
     free = small or value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
-    if free or x.ndim < 2 or ledger.exceeds(value, plan.store.bytes(layout, -1), x) or torch.is_autocast_enabled(x.device.type):
+    if (
+        (free and not plan.firm)
+        or x.ndim < 2
+        or ledger.exceeds(value, plan.store.bytes(layout, -1), x)
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         return F.linear(x, weight, bias)
     with ledger.instead_of(x, str(plan.store)):
         return StoredLinear.apply(x, weight, bias, plan.store, plan.seed)

@@ -289,8 +289,8 @@ class Inner(Computed):
 class Stored:
     """A store's tensors instead of a value; or the value, where it turned out that somebody holds it anyway."""
 
-    def __init__(self, store: Any, layout: Layout, held: tuple[Tensor, ...], outer: Any, approximate: bool):
-        self.store, self.layout, self.approximate = store, layout, approximate
+    def __init__(self, store: Any, layout: Layout, held: tuple[Tensor, ...], outer: Any, approximate: bool, firm: bool = False):
+        self.store, self.layout, self.approximate, self.firm = store, layout, approximate, firm
         self.held: tuple = tuple([Handed(t, outer) for t in held]) if outer else held
         self.outer = outer
         self.nbytes = sum([t.nbytes for t in held])
@@ -620,7 +620,7 @@ class Ledger(TorchFunctionMode):
         value.exact = weakref.ref(exact)
         for (offset, _, dtype, _), ref in (value.stored or {}).items():
             stored = ref()
-            if stored is not None:
+            if stored is not None and not stored.firm:
                 shape = (tuple(stored.layout.size), tuple(stored.layout.stride), offset, dtype)
                 exact.keep(t, shape)
                 stored.give_way(exact, shape)
@@ -678,37 +678,38 @@ class Ledger(TorchFunctionMode):
         far = any([use.value.nbytes > FAR * value.nbytes and not use.value.free for use in recipe.uses])
         return NEVER if far else sum([new for new, _ in prices]), sum([p for _, p in prices]) + recipe.passes * value.nbytes
 
-    def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0) -> None:
-        """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store."""
+    def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0, firm: bool = False) -> None:
+        """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store;
+        `firm`: whatever else is held."""
         t: Any = entry.tensor
         value = self.values[entry.key]
         held = (value.stored or {}).get((t.storage_offset(), t.numel(), t.dtype, store), _nothing)()
-        if value.free or value.exact() is not None or value.computed() is not None:
+        if value.free or (not firm and (value.exact() is not None or value.computed() is not None)):
             self.settle(entry)
         elif held is not None:
             self.conclude(entry, held, geometry(t), value)
         else:
-            self._compress(entry, store, axis, approximate, seed, value)
+            self._compress(entry, store, axis, approximate, seed, value, firm)
 
     def exceeds(self, value: Value, nbytes: int, t: Tensor) -> bool:
         """Would a store of so many bytes, with what is stored of the value already (a ReLU's bits), hold as much as t itself?"""
         stored = [ref() for ref in (value.stored or {}).values()]
         return nbytes + sum([s.nbytes for s in stored if s is not None]) >= t.nbytes
 
-    def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value) -> None:
+    def _compress(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int, value: Value, firm: bool) -> None:
         t: Any = entry.tensor
-        new, passes = self.price(value)
-        if (passes > 0 and new == 0) or (approximate and SMALL * t.nbytes < self.total):
+        new, passes = (NEVER, 0) if firm else self.price(value)
+        if (passes > 0 and new == 0) or (approximate and not firm and SMALL * t.nbytes < self.total):
             self.settle(entry)
             return
         with torch.no_grad():
             dense = t if is_dense(t) else t.contiguous()
             layout = Layout.of(dense)
             most = store.bytes(layout, axis)
-            if self.exceeds(value, most, t) or (passes > 0 and new <= most):
+            if (most >= t.nbytes if firm else self.exceeds(value, most, t)) or (passes > 0 and new <= most):
                 self.settle(entry)
                 return
-            held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate)
+            held = Stored(store, layout, store.compress(dense, axis, seed), self.outer, approximate, firm)
         if dense is t:
             value.stored = {**(value.stored or {}), (t.storage_offset(), t.numel(), t.dtype, store): weakref.ref(held)}
         self.conclude(entry, held, geometry(dense), value)

@@ -176,6 +176,8 @@ class DropIT(Method):
     stochastic       round the few-bit copy at random, so that the weight's gradient is unbiased
     activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input. This touches the flowing
                      gradient, so its error adds up over the layers.
+    exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
+                     and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)
     """
 
@@ -186,6 +188,7 @@ class DropIT(Method):
     bits: int | None = None
     stochastic: bool = False
     activation_bits: int | None = None
+    exact_first: bool = True
     layers: Layers = "all but first"
     seed: int = 0
 

@@ -38,6 +38,8 @@ from .untouched import untouched
 from .weightless import UNKNOWN, faked, weightless
 
 POOLS = ("class", "mean")
+NETS_32 = 3, 32, 100  # channels, pixels and classes of the small networks in train/nets.py
+NAMES = ("resnet18", "vit-s4", "vit-s4-mean", "convnext")
 VIT_B16 = {"image": 224, "patch": 16, "channels": 3, "width": 768, "depth": 12, "heads": 12, "classes": 1000}
 
 
@@ -119,8 +121,58 @@ def load_model(spec: str, shape: tuple[int, ...] = (1, 8, 8), classes: int = 10)
     """
     if spec == "small-vit":
         return _small_vit_for(shape, classes)
+    if spec in NAMES:
+        return _net(spec, shape, classes, 0.0)
     source, name = _parts(spec, IMAGE_FORMS)
     return _from_file(Path(source), name)[0] if source.endswith(".py") else SOURCES[source](name, shape, classes)
+
+
+def load_for(spec: str, kind: str, shape: tuple[int, ...], classes: int, drop_path: float = 0.0) -> nn.Module:
+    """A model with fresh weights, to be trained on images, clips or text (`kind`) of `shape` with so many classes, or words."""
+    if spec in NAMES:
+        return _net(spec, shape, classes, drop_path)
+    if spec.startswith("timm:") and drop_path:
+        return _from_timm(spec[5:], shape, classes, drop_path_rate=drop_path)
+    if drop_path:
+        raise ValueError(f"drop_path {drop_path} is for {', '.join(NAMES[1:])} and timm's models; {spec!r} takes none.")
+    if spec.startswith("hf:"):
+        return _hf_for(spec, kind, shape, classes)
+    if kind == "text" and not spec.partition(":")[0].endswith(".py"):
+        raise ValueError(f"model {spec!r} takes no text. Give hf:NAME, as hf:gpt2, or a file.py:factory.")
+    return load_model(spec, shape, classes)
+
+
+def _net(spec: str, shape: tuple[int, ...], classes: int, drop_path: float) -> nn.Module:
+    from .train.nets import make_net
+
+    return make_net(spec, shape, classes, drop_path)
+
+
+def _hf_for(spec: str, kind: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A model of transformers in the size that the data has."""
+    if kind == "clips":
+        raise ValueError(f"model {spec!r}: models of transformers are trained on images and text here; for clips give torchvision:NAME.")
+    transformers = _import("transformers", spec[3:])
+    wanted = Wanted(spec, dtype="fp32", light=False)
+    with _quiet(transformers):
+        config = _config(transformers, spec[3:])
+        head = _head(transformers, config)
+        if (kind == "images") != (head == "ImageClassification"):
+            raise ValueError(f"model {spec!r} is made for {head or 'no task that is known'}, and the data has {kind}.")
+        if kind == "images":
+            config.num_labels, holder = classes, getattr(config, "vision_config", config)
+            for name, value in (("image_size", shape[-1]), ("num_channels", shape[0])):
+                if hasattr(holder, name):
+                    setattr(holder, name, value)
+        else:
+            text = config.get_text_config()
+            text.vocab_size = classes
+            if (getattr(text, "max_position_embeddings", None) or shape[0]) < shape[0]:
+                text.max_position_embeddings = shape[0]
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                if (getattr(config, name, None) or 0) >= classes:
+                    setattr(config, name, None)
+        return _hf_model(wanted, transformers, config, head)
 
 
 def _parts(spec: str, forms: tuple[str, ...]) -> tuple[str, str]:
@@ -139,14 +191,14 @@ def _small_vit_for(shape: tuple[int, ...], classes: int) -> ViT:
     return small_vit(height, patch, channels, classes=classes)
 
 
-def _from_timm(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+def _from_timm(name: str, shape: tuple[int, ...], classes: int, **more: Any) -> nn.Module:
     timm = _import("timm", name)
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:6]
         raise ValueError(
             f"model 'timm:{name}': timm has no such model. " + (f"Near it: {', '.join(near)}." if near else "See timm.list_models().")
         )
-    given = {"num_classes": classes, "in_chans": shape[0]}
+    given = {"num_classes": classes, "in_chans": shape[0], **more}
     try:
         return timm.create_model(name, img_size=shape[1:], **given)
     except TypeError as e:  # only models with learned places need to know
@@ -208,7 +260,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
 
 
 SOURCES = {"timm": _from_timm, "torchvision": _from_torchvision}
-IMAGE_FORMS = ("small-vit", *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
+IMAGE_FORMS = ("small-vit", *NAMES, *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
 FORMS = (*IMAGE_FORMS, "hf:NAME or config")
 
 
@@ -291,6 +343,8 @@ def load_subject(wanted: Wanted) -> Subject:
 def _made(wanted: Wanted) -> Subject:
     if wanted.spec == "small-vit":
         return _named(wanted, 1, 8, 10, 2)
+    if wanted.spec in NAMES:
+        return _named(wanted, *NETS_32, 4)
     source, name = _parts(wanted.spec, FORMS)
     if source == "hf":
         return _hf(wanted, name)

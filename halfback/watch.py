@@ -28,6 +28,7 @@ class Wanted:
 
     store: Any
     seed: int
+    firm: bool = False  # also where an exact holder is there
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Watch:
         self.chosen = frozenset(chosen)
         self.on = True
         self.store = method.store() if isinstance(method, DropIT) else None
+        self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0
         usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
         self.parameters = None if usual else [p for n, p in model.named_parameters() if layer_name(n) in self.chosen]
@@ -146,7 +148,7 @@ class Watch:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Wanted(self.store, seed_of(self.method.seed, self.calls))
+        return Wanted(self.store, seed_of(self.method.seed, self.calls), self.firm)
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

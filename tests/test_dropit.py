@@ -522,3 +522,49 @@ def test_text_and_json_round_trips():
     for method in (*METHODS.values(), hb.Lean(), hb.DropIT(0.2, activation_bits=4)):
         assert hb.parse(str(method)) == (method,)
         assert from_json(method.to_json()) == method
+
+
+class Normed(nn.Module):
+    """A layer whose input can be computed from what the norm holds: DropIT has nothing to approximate there, unless it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        self.read = torch.relu(self.norm(self.conv1(x)))
+        return self.conv2(self.read)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("block", [64, None])
+def test_exact_first_can_be_turned_off(block, compiled):
+    torch.manual_seed(0)
+    model, x = Normed().double(), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    up = torch.randn(4, 8, 6, 6, dtype=torch.float64)
+
+    def grads(*methods):
+        torch._dynamo.reset()
+        own = copy.deepcopy(model)
+        if methods:
+            hb.apply_(own, *methods)
+        out = (torch.compile(own, backend="aot_eager") if compiled else own)(x)
+        (out * up).sum().backward()
+        return {n: p.grad for n, p in own.named_parameters()}
+
+    plain, default = grads(), grads(hb.DropIT(keep=0.2, block=block))
+    paper = grads(hb.DropIT(keep=0.2, block=block, exact_first=False))
+    for name, wanted in plain.items():
+        torch.testing.assert_close(default[name], wanted, rtol=0, atol=1e-12)
+        if name != "conv2.weight":
+            torch.testing.assert_close(paper[name], wanted, rtol=0, atol=1e-12)
+    plainly = copy.deepcopy(model)
+    plainly(x)
+    read = plainly.read.detach()
+    store = hb.DropIT(keep=0.2, block=block).store()
+    restored = store.restore(store.compress(read, 1, 0), Layout.of(read))
+    assert (restored == 0).sum() > (read == 0).sum()
+    wanted = torch.nn.grad.conv2d_weight(restored, model.conv2.weight.shape, up, padding=1)
+    torch.testing.assert_close(paper["conv2.weight"], wanted, rtol=0, atol=1e-10)
+    assert (paper["conv2.weight"] - plain["conv2.weight"]).norm() > 1e-3 * plain["conv2.weight"].norm()

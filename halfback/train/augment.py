@@ -182,7 +182,8 @@ def operate(x: Tensor, which: Tensor, sign: Tensor, strength: float) -> Tensor:
     frames = torch.where(on["autocontrast"], _stretched(frames, x.shape[1]), frames)
     frames = torch.where(on["equalize"], _equalised(frames, x.shape[1]), frames)
     moves = slice(len(BLENDS), len(BLENDS) + len(MOVES))
-    return torch.where(drawn[moves].any(0), _moved(frames, *amounts[moves].view(len(MOVES), -1)), frames).reshape(x.shape)
+    frames = torch.where(drawn[moves].any(0), _moved(frames, *amounts[moves].view(len(MOVES), -1)), frames)
+    return frames.clamp_(0, 255).reshape(x.shape)  # a stretch or an interpolation can round to above 255
 
 
 def _blended(x: Tensor, channels: int, on: dict[str, Tensor], amount: Tensor) -> Tensor:

@@ -389,7 +389,7 @@ def _npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise FileNotFoundError(f"data '{path}': there is no such file.")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             names = list(file.files)
             found = {name: file[name] for name in keys if name in names}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, AttributeError, TypeError) as e:

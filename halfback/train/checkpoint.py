@@ -1,0 +1,134 @@
+"""Checkpoints: safetensors and JSON, so that nothing that is loaded can execute.
+
+    checkpoints/00001200/state.safetensors    weights, optimizer state, averaged weights
+                         state.json           where the training stands
+
+A checkpoint is written beside its place and moved there when it is whole: whatever happens, the ones that are there are good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TENSORS, STATE = "state.safetensors", "state.json"
+ROOM = 3  # checkpoints that must fit on the disk before a training begins
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int) -> Path:
+    """Write a checkpoint, and then drop all but the last `keep`."""
+    from safetensors.torch import save_file
+
+    place, making = folder / f"{step:08d}", folder / f".{step:08d}.part"
+    shutil.rmtree(making, ignore_errors=True)
+    try:
+        making.mkdir(parents=True)
+        own, same = _unshared(tensors)
+        save_file(own, str(making / TENSORS))
+        (making / STATE).write_text(json.dumps({"step": step, "same": same, **state}))
+        for name in (TENSORS, STATE):
+            _synced(making / name)
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(making, place)
+        _synced(folder)
+    except Exception as e:  # safetensors has errors of its own for a full disk
+        shutil.rmtree(making, ignore_errors=True)
+        last = latest(folder)
+        there = f"The last whole one is of step {int(last.name)}: free some room and give --resume." if last else "There is none yet."
+        raise OSError(f"the checkpoint of step {step} cannot be written to {folder} ({_told(e)}). {there}") from e
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def _told(e: Exception) -> str:
+    return getattr(e, "strerror", None) or str(e).splitlines()[0]
+
+
+def _synced(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unshared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each storage once: tied weights under their first name, and the other names of them."""
+    own: dict[str, Tensor] = {}
+    first: dict[Any, str] = {}
+    same: dict[str, str] = {}
+    for name, t in tensors.items():
+        key = (t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride()) if t.numel() else name
+        if key in first:
+            same[name] = first[key]
+        else:
+            first[key] = name
+            own[name] = t.detach().to("cpu", memory_format=torch.contiguous_format).clone(memory_format=torch.contiguous_format)
+    return own, same
+
+
+def found(folder: Path) -> list[Path]:
+    """All whole checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("[0-9]*") if (p / STATE).is_file() and (p / TENSORS).is_file()) if folder.is_dir() else []
+
+
+def latest(folder: Path) -> Path | None:
+    return next(iter(found(folder)[::-1]), None)
+
+
+def load(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors.torch import load_file
+
+    try:
+        state = json.loads((place / STATE).read_text())
+        tensors = load_file(str(place / TENSORS))
+        return {**tensors, **{name: tensors[first] for name, first in state["same"].items()}}, state
+    except Exception as e:
+        raise ValueError(f"the checkpoint {place} cannot be read ({_told(e)}). Remove it to go on from the one before.") from e
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """A disk that is too small is known before the training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < ROOM * nbytes:
+        raise OSError(
+            f"{folder}: {free / 2**20:.0f} MiB are free on this disk, and a checkpoint has {nbytes / 2**20:.0f} MiB. "
+            f"Wanted is room for {ROOM}; free some, or give another --out."
+        )
+
+
+# Optimizers, as tensors and JSON
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    state = optimizer.state_dict()
+    tensors, rest = {}, {}
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{index}/{name}"] = value
+            else:
+                rest[f"{index}/{name}"] = value
+    return tensors, {"rest": rest, "groups": state["param_groups"]}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for name, t in tensors.items():
+        kind, _, place = name.partition("/")
+        if kind == "optimizer":
+            index, _, key = place.partition("/")
+            state.setdefault(int(index), {})[key] = t
+    for place, value in saved["rest"].items():
+        index, _, key = place.partition("/")
+        state.setdefault(int(index), {})[key] = value
+    groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in saved["groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

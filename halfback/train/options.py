@@ -1,0 +1,137 @@
+"""`halfback train`: its options, which are the fields of Settings, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings
+
+ABOUT = """\
+Trains a model with any method, on your data. It can be stopped at any moment: --resume goes on to the same weights, bit for bit on a CPU.
+
+Written to --out: settings.json, metrics.jsonl (a line an epoch), checkpoints/, best.safetensors, and at the end result.json,
+summary.csv, curves.png and report.html.
+"""
+EXAMPLES = """\
+data:
+  digits                  1797 scanned digits that come with scikit-learn
+  cifar100, cifar10       the official binary version, unpacked, in --root DIR or in $HALFBACK_DATA/cifar100
+  folder                  --root DIR with train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet has; --size 224
+  video                   --root DIR with train.npz and test.npz: clips (N, T, H, W, 3) and labels
+  text                    --root FILE.txt, or DIR with train.txt and test.txt; a token is a byte. For language models: hf:gpt2
+  FILE.npz                x_train, y_train, x_test, y_test
+
+models:
+  resnet18, vit-s4, vit-s4-mean, convnext    small ones for images of 32 pixels; small-vit for digits
+  timm:NAME, torchvision:NAME, hf:NAME, path/to/file.py:factory
+
+examples:
+  halfback train                                                                     a small ViT on digits, a minute
+  halfback train --model resnet18 --data cifar100 --epochs 30 --crop 4 --flip --device cuda --dtype bf16
+  halfback train --model vit-s4 --data cifar100 --method "sbp(keep=0.5)+lean" --optimizer adamw --lr 1e-3 --weight-decay 0.05
+  halfback train --model timm:convnext_tiny --data folder --root imagenet --size 224 --budget 16GiB --device cuda --dtype bf16
+  halfback train --out out/train --resume                                            go on
+"""
+GROUPS: dict[str, dict[str, str]] = {
+    "what is trained": {
+        "model": "see below",
+        "data": "see below",
+        "root": "where the data lies (default: $HALFBACK_DATA/NAME)",
+        "method": 'as "sbp(keep=0.5)+recompute", or a JSON list of methods',
+        "budget": "memory instead of a method: 10GiB in all on the device, or 0.4 of the peak of plain training",
+        "size": "pixels a side, of a folder's images",
+        "seq": "tokens of a text",
+        "seed": "of weights, data order and noise",
+        "validation": "test on so many samples of the training set, and leave the test set alone: for choosing settings",
+    },
+    "how": {
+        "epochs": "how often all data is seen",
+        "batch": "samples of a step of the optimizer",
+        "accumulate": "parts in which a batch is run, one after the other",
+        "optimizer": f"{' or '.join(OPTIMIZERS)}",
+        "lr": "the highest learning rate (default: 0.001 for adamw, 0.1 for sgd)",
+        "momentum": "of sgd",
+        "nesterov": "of sgd",
+        "betas": "of adamw",
+        "weight_decay": "of what --decay says (default: 0.05 for adamw, 0.0005 for sgd)",
+        "decay": f"{' or '.join(DECAYS)}: what weight decay is for (default: all for sgd, matrices for adamw)",
+        "schedule": f"{', '.join(SCHEDULES)}: how the rate falls",
+        "milestones": "of step: the shares of the training after which it falls",
+        "fall": "of step: to this much",
+        "warmup": "epochs in which the rate rises",
+        "clip": "the most that the gradient's norm may be",
+        "exact_tail": "the last share of the steps with exact gradients",
+    },
+    "regularisation": {
+        "crop": "pixels of padding that a random crop is taken from",
+        "flip": "mirror half of the images",
+        "randaugment": "so many operations an image",
+        "magnitude": "of them, 0 to 10",
+        "erase": "the chance that a box is erased",
+        "mixup": "alpha of mixup",
+        "cutmix": "alpha of CutMix; with both, each batch gets one of them",
+        "smoothing": "of labels",
+        "drop_path": "the chance that a branch of the last block is skipped; earlier blocks less",
+        "ema": "average the weights with this decay, and test those",
+    },
+    "where": {
+        "device": "cpu or cuda",
+        "dtype": f"{', '.join(DTYPES)}: of activations; weights are fp32",
+        "compile": "with torch.compile",
+        "channels_last": "of images",
+    },
+    "what is kept": {
+        "save_every": "steps between checkpoints (default: an epoch)",
+        "keep_last": "checkpoints that stay",
+        "best": "the weights that tested best, in a file of their own",
+        "monitor": "compare with the exact gradient every so many steps",
+        "tensorboard": "write its files too",
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    fields = {f.name: f for f in dataclasses.fields(Settings)}
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, text in options.items():
+            _add(group, fields.pop(name), text)
+    assert not fields, f"options without help: {', '.join(fields)}"
+    group = parser.add_argument_group("files")
+    group.add_argument("--out", type=Path, default=Path("out/train"), metavar="DIR", help="(default: %(default)s)")
+    group.add_argument("--resume", action="store_true", help="go on where --out stands; with nothing there, begin")
+    group.add_argument("--settings", type=Path, metavar="FILE", help="settings as JSON; options that are given override them")
+
+
+def _add(group: Any, field: Any, text: str) -> None:
+    option, default = "--" + field.name.replace("_", "-"), field.default
+    shown = "" if "default" in text or default in (None, False, 0, ()) else f" (default: {default if default is not True else 'on'})"
+    about = {"dest": field.name, "default": argparse.SUPPRESS, "help": text + shown}
+    if isinstance(default, bool):
+        group.add_argument(option, action=argparse.BooleanOptionalAction, **about)
+    elif isinstance(default, tuple):
+        group.add_argument(option, type=float, nargs=len(default) if field.name == "betas" else "+", metavar="X", **about)
+    else:
+        kind = int if "int" in str(field.type) else float if "float" in str(field.type) else str
+        group.add_argument(option, type=kind, metavar={int: "N", float: "X", str: field.name.upper()}[kind], **about)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """What was given, over what a file says, or over what the folder was begun with."""
+    known = {f.name for f in dataclasses.fields(Settings)}
+    given = {k: v for k, v in vars(args).items() if k in known}
+    path = args.settings or (args.out / "settings.json" if args.resume and (args.out / "settings.json").is_file() else None)
+    if path is not None and not path.is_file():
+        raise FileNotFoundError(f"--settings {path}: there is no such file.")
+    base = {} if path is None else json.loads(json.dumps(Settings.load(path).to_json()))
+    return Settings.from_json({**base, **given})
+
+
+def main(args: argparse.Namespace) -> None:
+    from .loop import train
+
+    train(settings_from(args), args.out, resume=args.resume)
