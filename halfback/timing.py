@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 REPEATS = 5
 HOST_STEPS = 7
-WARM_UP, STEPS = 3, 9
+WARM_UP, STEPS = 5, 20
 BUSY = 3_000_000  # cycles, about two milliseconds
 
 

@@ -280,7 +280,7 @@ def test_the_page_can_be_read_in_both_colours_and_on_a_phone(tmp_path, show, sch
     assert tab.locator("polyline.curve").count() == 4 and tab.locator("table.numbers tr").count() == 13
     box = tab.locator("svg text").first.bounding_box()
     assert box["height"] >= 9  # legible where it is scaled down
-    assert "0.05" in tab.locator("tr", has_text="lr").first.inner_text()
+    assert tab.get_by_role("row", name="lr 0.05", exact=True).count() == 1
     assert tab.locator("dl").inner_text().split("\n")[1] == "87.5 %"
 
 

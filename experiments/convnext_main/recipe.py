@@ -34,7 +34,7 @@ RECIPE = Recipe(
         Arm("exact", "exact"),
         Arm("SBP", "sbp(keep=0.5)"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
-        Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute"),
+        Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),
     ),
     seeds=(0, 1, 2, 3, 4),
     against="exact",

@@ -2,7 +2,7 @@
 
 from halfback.train import Arm, Recipe, Settings
 
-EPOCHS = 24
+EPOCHS = 20
 
 
 def paper(keep: float, **more) -> str:

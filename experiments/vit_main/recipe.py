@@ -7,7 +7,7 @@ METHODS = {
     "SkipTokens": "skiptokens(keep=0.5)",
     "DropIT, keep 0.1": "dropit(keep=0.1, exact_first=False)",
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
-    "SBP, DropIT, Recompute": "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute",
+    "SBP, DropIT, Recompute": "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)",
 }
 
 

@@ -113,6 +113,7 @@ class Training:
     def __init__(self, settings: Settings, folder: Path, say: Callable[[str], Any] = print):
         self.settings, self.folder, self.say = settings, folder, say
         self.device = usable(settings.device)
+        torch.backends.cudnn.benchmark = True  # shapes do not change
         self.data = self._data()
         self.per_epoch = len(self.data.train) // settings.batch
         if not self.per_epoch:
@@ -133,6 +134,7 @@ class Training:
         self.step = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
         self.seconds = 0.0
+        self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
         self.held, self.why_not_held = self._count_held()
@@ -334,7 +336,8 @@ class Training:
         while self.step < self.steps:
             epoch, first = divmod(self.step, self.per_epoch)
             began = time.perf_counter()
-            self._train_epoch(epoch, first, bar, stop)
+            with self.peak:
+                self._train_epoch(epoch, first, bar, stop)
             self._finish_epoch(epoch, first, time.perf_counter() - began, recorder)
             if not self.settings.save_every or self.step % self.settings.save_every == 0 or self.step == self.steps:
                 self.save()
@@ -370,7 +373,8 @@ class Training:
             "seconds": self.seconds,
             "step_ms": 1000 * spent / steps,
             "images_per_s": steps * self.settings.batch / spent,
-            "peak": peak_of(self.device),
+            "peak": self.peak.most,
+            "allocated": self.peak.allocated,
             "held": self.held,
         }
         if self.monitor is not None and self.monitor.history:
@@ -393,14 +397,13 @@ class Training:
                 f"the training loss is {loss} in epoch {epoch + 1}, step {self.step}: training has diverged. Lower --lr, give --warmup or "
                 "--clip, or with fp16 try bf16. The last checkpoint is from before."
             )
-        peak = peak_of(self.device)
         told = {"loss": f"{loss:.3f}", "per s": f"{speed:.0f}"}
         if "top1" in self.last:
             told["top-1"] = f"{self.last['top1']:.1f}"
         if self.held is not None:
             told["held"] = readable(self.held)
-        if peak is not None:
-            told["peak"] = readable(peak)
+        if self.peak.most is not None:
+            told["peak"] = readable(self.peak.most)
         bar.set_postfix(told, refresh=False)
 
     def result(self, recorder: Recorder) -> dict[str, Any]:
@@ -418,7 +421,7 @@ class Training:
             "seconds": self.seconds,
             "step_ms": statistics.median(times[1:] or times),
             "held": self.held,
-            "peak": max([r["peak"] for r in recorder.rows if r["peak"] is not None], default=None),
+            **{k: max([r[k] for r in recorder.rows if r[k] is not None], default=None) for k in ("peak", "allocated")},
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "methods": " + ".join(str(m) for m in self.methods) or "exact",
             "report": self.report,
@@ -426,8 +429,23 @@ class Training:
         }
 
 
-def peak_of(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+class Peak:
+    """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer, data, and gradients."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.model, self.device = model, device
+        self.most: int | None = None
+        self.allocated: int | None = None  # with all that stays
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.device.type == "cuda" and not any(exc):
+            gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            self.allocated = torch.cuda.max_memory_allocated(self.device)
+            self.most = self.allocated - torch.cuda.memory_allocated(self.device) - gradients
 
 
 def usable(device: str) -> torch.device:

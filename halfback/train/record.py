@@ -240,6 +240,7 @@ svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft);
 .c0 { stroke: var(--first); color: var(--first); } .c1 { stroke: var(--second); color: var(--second); } .dot { fill: currentColor; }
 .key { font-weight: 600; margin-right: .75rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
+th { white-space: nowrap; }
 th, td { text-align: left; padding: .2rem .75rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .numbers th, .numbers td { text-align: right; white-space: nowrap; }
 pre { font-size: .8rem; line-height: 1.4; margin: 0; overflow-wrap: normal; } summary { cursor: pointer; color: var(--soft); }

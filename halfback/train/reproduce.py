@@ -7,7 +7,7 @@
 
     difference   d_s = arm_s - against_s for each seed s that both have: the same batches in the same order
     interval     mean(d) ± t(0.975, n - 1) sd(d) / √n, Student's, for 95 %
-    a *          |mean(d)| > 2 sd(d) / √n
+    a *          the interval is without zero. With three seeds that is 4.3 standard errors; results.json tells those beyond two as well
 
 A run trains in a process of its own in OUT/NAME/ID/. It is done when ID.json is there with the settings that the recipe has now, and is
 then never trained again. One that was cut goes on from its checkpoint. Seeds are the outer loop, so that a cut leaves whole pairs.
@@ -144,6 +144,9 @@ class Recipe:
         return [Run(f"{a.slug}_s{seed}", a, seed, self.settings(a, seed)) for seed in self.seeds for a in self.arms]
 
     def settings(self, arm: Arm, seed: int) -> Settings:
+        missing = [k for k in ("lr", "weight_decay") if "optimizer" in arm.changes and k not in arm.changes]
+        if missing:
+            raise ValueError(f"Recipe: arm {arm.name!r}: optimizer changes, so give {' and '.join(missing)} too; the base has the other's.")
         try:
             return dataclasses.replace(self.base, method=arm.method, seed=seed, **arm.changes)
         except (TypeError, ValueError) as e:
@@ -550,14 +553,19 @@ def spread(values: Sequence[float | None]) -> Result:
 
 
 def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Result:
-    """Differences over the seeds that both have. `difference`: beyond two standard errors; None where one seed cannot tell."""
+    """Differences over the seeds that both have; None where one seed cannot tell.
+
+    difference   the mean is beyond two standard errors
+    clear        its 95 % interval is without zero
+    """
     both = {s: (a, theirs.get(s)) for s, a in ours.items()}
     known = {s: a - b for s, (a, b) in both.items() if a is not None and b is not None}
     found = spread(list(known.values()))
-    beyond = None
+    beyond = clear = None
     if found["deviation"] is not None:
         beyond = abs(found["mean"]) > 2 * found["deviation"] / math.sqrt(len(known))
-    return {"seeds": list(known), "differences": list(known.values()), **found, "difference": beyond}
+        clear = found["interval"][0] > 0 or found["interval"][1] < 0
+    return {"seeds": list(known), "differences": list(known.values()), **found, "difference": beyond, "clear": clear}
 
 
 # Results
@@ -574,7 +582,7 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     results["verdict"] = _verdict(recipe, results, path)
     write_json(folders[-1].parent / "results.json", results)
     figure(results, folders[-1].parent / "figure.png")
-    return results
+    return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
 
 
 def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
@@ -683,15 +691,15 @@ def _difference(arm: Result, results: Result) -> str:
     said = _signed(pair["mean"])
     if pair["interval"] is not None:
         said += f" ({_signed(pair['interval'][0])} to {_signed(pair['interval'][1])})"
-    said += " *" if pair["difference"] else ""
+    said += " *" if pair["clear"] else ""
     return said if arm["against"]["arm"] == results["against"] else f"{said} to {arm['against']['arm']}"
 
 
-def _size(arm: Result, measure: str) -> str:
-    """The ratio; for an arm that is against none, the figure itself."""
+def _size(arm: Result, results: Result, measure: str) -> str:
+    """The ratio, with a † where it is to another arm than most; for an arm that is against none, the figure itself."""
     if arm["against"] is not None:
         ratio = arm["against"]["ratio"][measure]
-        return "" if ratio is None else f"{ratio:.2f}"
+        return "" if ratio is None else f"{ratio:.2f}" + ("" if arm["against"]["arm"] == results["against"] else " †")
     mean = arm["mean"][measure]
     if mean is None or (measure == "step_ms" and not arm["alone"]):
         return ""
@@ -706,9 +714,9 @@ TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("paper", lambda a, r: "" if a["paper"] is None else f"{a['paper']:g}"),
     ("top-5, %", lambda a, r: _mean(a, "top5", 2)),
     ("training loss", lambda a, r: _mean(a, "train_loss", 3)),
-    ("held", lambda a, r: _size(a, "held")),
-    ("peak", lambda a, r: _size(a, "peak")),
-    ("step", lambda a, r: _size(a, "step_ms")),
+    ("held", lambda a, r: _size(a, r, "held")),
+    ("peak", lambda a, r: _size(a, r, "peak")),
+    ("step", lambda a, r: _size(a, r, "step_ms")),
 )
 
 
@@ -723,7 +731,9 @@ def told(results: Result) -> str:
     """For a terminal."""
     count = results["runs"]
     head = f"{results['title']}, {count['done']} of {count['of']} runs"
-    note = f"Differences and ratios are to {results['against']}, seed by seed, with a 95 % interval; * is beyond two standard errors."
+    note = f"Differences and ratios are to {results['against']}, seed by seed, with a 95 % interval; a * is one without zero."
+    if any(a["against"] and a["against"]["arm"] != results["against"] for a in results["arms"]):
+        note += " A † is to the arm that the difference names."
     return f"{head}\n\n{rows(table(results))}\n\n{note}" + (f"\n{results['verdict']}" if results["verdict"] else "")
 
 
@@ -773,9 +783,10 @@ Everything on this page is written by `halfback reproduce --page` from the files
 edited by hand. `halfback reproduce NAME` trains a recipe anew.
 
 Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
-order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one beyond two standard
-errors. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
-ratios, but for the arm that the others are compared with. Times are left out where trainings ran side by side.
+order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
+zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
+ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Times are left out where
+trainings ran side by side.
 """
 
 
@@ -816,8 +827,8 @@ def _markdown(r: Result) -> str:
         if arm["group"] != group:
             group = arm["group"]
             lines.append([f"**{_cell(group)}**"] + [""] * (len(head) - 1))
-        told = _settings({"method": arm["method"], **arm["changes"]})
-        lines.append([f"{_cell(cells[0])}<br>{told}", *map(_cell, cells[1:])])
+        told = _settings({**({} if arm["method"] == arm["name"] else {"method": arm["method"]}), **arm["changes"]})
+        lines.append([_cell(cells[0]) + (f"<br>{told}" if told else ""), *map(_cell, cells[1:])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -843,13 +854,15 @@ def _made(r: Result) -> str:
     seeds = ", ".join(map(str, r["seeds"]))
     minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
     made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
-    made += f" Commit {', '.join(c[:10] for c in r['commits'])}." if r["commits"] else ""
+    commits = [re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", c) for c in r["commits"]]  # "-dirty" stays
+    made += f" Commit {', '.join(commits)}." if commits else ""
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
     return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings of all arms: {_settings(base)}."
 
 
 def figure(results: Result, path: Path) -> None:
-    """Top-1 by arm: seeds as dots, their mean with its 95 % interval; what it is compared with as a line; the paper's as open marks."""
+    """Top-1 by arm: seeds as dots, and their mean. What an arm is compared with is a line, and the bar is the paired 95 % interval of
+    the difference to it, so that a bar that misses the line is a clear difference. The paper's figures are open marks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -866,7 +879,7 @@ def figure(results: Result, path: Path) -> None:
     axes.set_yticks(places, [_short(text, 60) for text in labels])
     axes.set_ylim(places[-1] + 0.6, -0.6)
     axes.margins(x=0.08)
-    axes.set(xlabel="top-1, %: mean of seeds and its 95 % interval")
+    axes.set(xlabel="top-1, %: seeds and their mean; the bar is the 95 % interval of the difference, seed by seed")
     axes.set_title(results["title"], fontsize=11, wrap=True)
     axes.grid(axis="x", color="0.92")
     axes.set_axisbelow(True)
@@ -877,15 +890,17 @@ def figure(results: Result, path: Path) -> None:
 
 
 def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None]) -> None:
-    mean, interval = arm["mean"]["top1"], arm["interval"]["top1"]
+    mean, pair = arm["mean"]["top1"], arm["against"] and arm["against"]["top1"]
     base = means[arm["against"]["arm"]] if arm["against"] else mean
     if base is not None:
         axes.plot([base, base], [y - 0.5, y + 0.5], color="0.55", linestyle="--", linewidth=1, zorder=1)
     values = [v for v in arm["values"]["top1"] if v is not None]
-    axes.scatter(values, [y] * len(values), s=14, color=colour, alpha=0.4, linewidths=0, zorder=3)
+    axes.scatter(values, [y] * len(values), s=14, color=colour, alpha=0.6, linewidths=0, zorder=3)
+    if base is not None and pair and pair["interval"]:
+        half = (pair["interval"][1] - pair["interval"][0]) / 2
+        axes.errorbar(base + pair["mean"], y, xerr=half, color=colour, capsize=4, zorder=2)
     if mean is not None:
-        error = None if interval is None else [[mean - interval[0]], [interval[1] - mean]]
-        axes.errorbar(mean, y, xerr=error, color=colour, marker="o", markersize=6, capsize=4, zorder=2)
+        axes.scatter(mean, y, s=42, color=colour, zorder=3)
     if arm["paper"] is not None:
         axes.scatter(arm["paper"], y, s=60, marker="D", facecolors="none", edgecolors="0.2", zorder=4)
 
