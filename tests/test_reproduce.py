@@ -353,6 +353,20 @@ def test_a_run_that_another_process_trains_is_left_alone(here):
     assert ran(only="*_s0")[0] == 0 and names(here / "experiments/claim/runs") == ["exact_s0", "rate-0.2_s0", "rate-0.3_s0"]
 
 
+def test_a_training_keeps_its_lock_when_who_started_it_is_gone(here, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "60")
+    run, said = load(find("claim")).runs()[0], []
+    first, second = (module.Pool([module.Task(run, here / "run", here / "result.json")], 1, said.append) for _ in range(2))
+    first._fill()  # nothing of the lock is left in this process
+    second._fill()
+    assert said == ["exact_s0: another process trains it; left alone."] and len(first.running) == len(second.left) == 1
+    first._stop()
+    third = module.Pool(second.tasks, 1, said.append)
+    third._fill()
+    assert len(third.running) == 1
+    third._stop()
+
+
 def test_runs_side_by_side_overlap_share_cores_and_hide_times(here, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "1")
     begin = time.monotonic()
@@ -501,15 +515,15 @@ def test_the_figure_has_every_arm(here):
 
 
 def test_the_page_is_a_function_of_the_results(here):
-    write_recipe(here, "another", order=0)
+    write_recipe(here, "zebra", order=0)
     ran()
-    ran("another")
+    ran("zebra")
     path = page()
     text = path.read_text()
     assert path == Path("docs/results.md") and text == page_text()
     collect("claim")
     assert page_text() == text and str(here) not in text
-    assert text.index("halfback reproduce another") < text.index("`halfback reproduce claim`")  # by order, not by name
+    assert text.index("`halfback reproduce zebra`") < text.index("`halfback reproduce claim`")  # by order, not by name
     assert "is written by `halfback reproduce --page`" in text and "**Does it hold?** Yes, by 1.0." in text
     assert "| rate 0.2<br>`lean`, `lr=0.2` | 92.50 ± 0.71 | +1.00 (+1.00 to +1.00) \\* | 92.5 |" in text and "| **rates** |" in text
     assert "- it is small" in text and "](../experiments/claim/figure.png)" in text and "Seeds 0, 1. a device; python 3, torch 2;" in text
