@@ -38,6 +38,7 @@ from .untouched import untouched
 from .weightless import UNKNOWN, faked, weightless
 
 POOLS = ("class", "mean")
+SMALL = {"small-vit": "class", "small-vit-mean": "mean"}
 NETS_32 = 3, 32, 100  # channels, pixels and classes of the small networks in train/nets.py
 NAMES = ("resnet18", "vit-s4", "vit-s4-mean", "convnext")
 VIT_B16 = {"image": 224, "patch": 16, "channels": 3, "width": 768, "depth": 12, "heads": 12, "classes": 1000}
@@ -119,8 +120,8 @@ def load_model(spec: str, shape: tuple[int, ...] = (1, 8, 8), classes: int = 10)
 
     spec   "small-vit", "timm:NAME", "torchvision:NAME", or "path/to/file.py:factory", a function of no arguments
     """
-    if spec == "small-vit":
-        return _small_vit_for(shape, classes)
+    if spec in SMALL:
+        return _small_vit_for(shape, classes, SMALL[spec])
     if spec in NAMES:
         return _net(spec, shape, classes, 0.0)
     source, name = _parts(spec, IMAGE_FORMS)
@@ -182,13 +183,13 @@ def _parts(spec: str, forms: tuple[str, ...]) -> tuple[str, str]:
     return source, name
 
 
-def _small_vit_for(shape: tuple[int, ...], classes: int) -> ViT:
+def _small_vit_for(shape: tuple[int, ...], classes: int, pool: str = "class") -> ViT:
     channels, height, width = shape
     if height != width:
         raise ValueError(f"model 'small-vit' wants square images, found {height} x {width}. Models: {', '.join(IMAGE_FORMS)}.")
     # about seven patches a side: enough tokens for a choice among them to mean something
     patch = max(p for p in range(1, max(2, height // 7) + 1) if height % p == 0)
-    return small_vit(height, patch, channels, classes=classes)
+    return small_vit(height, patch, channels, classes=classes, pool=pool)
 
 
 def _from_timm(name: str, shape: tuple[int, ...], classes: int, **more: Any) -> nn.Module:
@@ -260,7 +261,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
 
 
 SOURCES = {"timm": _from_timm, "torchvision": _from_torchvision}
-IMAGE_FORMS = ("small-vit", *NAMES, *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
+IMAGE_FORMS = (*SMALL, *NAMES, *(f"{s}:NAME" for s in SOURCES), "path/to/file.py:factory")
 FORMS = (*IMAGE_FORMS, "hf:NAME or config")
 
 
@@ -341,7 +342,7 @@ def load_subject(wanted: Wanted) -> Subject:
 
 
 def _made(wanted: Wanted) -> Subject:
-    if wanted.spec == "small-vit":
+    if wanted.spec in SMALL:
         return _named(wanted, 1, 8, 10, 2)
     if wanted.spec in NAMES:
         return _named(wanted, *NETS_32, 4)
@@ -418,8 +419,8 @@ def _cast(wanted: Wanted, model: nn.Module, default: str | None = "bf16") -> nn.
 def _named(wanted: Wanted, channels: int, usual: int, classes: int, patch: int | None) -> Subject:
     wanted.only("images")
     size = wanted.size or usual
-    small = wanted.spec == "small-vit"
-    build = (lambda: small_vit(size)) if small else (lambda: load_model(wanted.spec, (channels, size, size), classes))
+    small = SMALL.get(wanted.spec)
+    build = (lambda: small_vit(size, pool=small)) if small else (lambda: load_model(wanted.spec, (channels, size, size), classes))
     model = _cast(wanted, _built(wanted, build))
     samples = wanted.samples or wanted.usual[0]
     return Subject(wanted, model, _image_batches(wanted, model, channels, size, classes), samples, f"{size} pixels", patch or _step(model))
