@@ -12,6 +12,7 @@ Without targets the loss is what the model returns as `.loss`, or the sum of its
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,13 +34,19 @@ def check_batch(model: nn.Module, batch: Any, verb: str) -> None:
         raise TypeError(f"{verb}(): there is no tensor in batch={batch!r}; give {FORMS}.")
     if isinstance(model, nn.parallel.DistributedDataParallel) and verb in ("profile", "plan"):
         raise ValueError(f"{verb}(): give the model that is wrapped, model.module; DDP itself holds buckets as large as the gradients.")
-    if isinstance(model, torch._dynamo.OptimizedModule) or any(m._compiled_call_impl is not None for m in model.modules()):
+    if _is_compiled(model):
         raise ValueError(
             f"{verb}(): the model is compiled, and the compiler chooses what is held: it cannot be counted. Give the model as it was "
             "before torch.compile."
         )
     if not _is_function(batch):
         _check_signature(model, batch, verb)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Asked without importing the compiler, which takes as long as importing torch."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return (dynamo is not None and isinstance(model, dynamo.OptimizedModule)) or any(m._compiled_call_impl for m in model.modules())
 
 
 def _check_signature(model: nn.Module, batch: Any, verb: str) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from . import codes, kernels
 from .attention import multi_head
 from .layers import Coded, StoredLinear, code_name
+from .notes import constant
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
 
@@ -162,7 +163,7 @@ def _among(x: Tensor, made: list[Tensor]) -> bool:
     return any([x is t for t in made])
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _cells(name: str, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     edges, values = codes.cells(name, bits)
     return tuple(edges.tolist()), tuple(values.tolist())

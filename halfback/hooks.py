@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from . import ops  # noqa: F401  fills the table
 from .methods import SBP, SkipTokens
-from .notes import listen, note
+from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
 from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
 
@@ -182,7 +182,7 @@ def restore_setting() -> None:
         _BEFORE.clear()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _allow(within: bool) -> bool:
     """At trace time: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering a
     function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation."""

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .notes import note
+from .notes import constant, note
 from .positions import Positions
 
 TRUNK, BRANCH, WHOLE = "trunk", "branch", "whole"  # WHOLE: a branch that is approximated already, and not cut again
@@ -369,7 +369,7 @@ def contains(tree: Any) -> bool:
 TABLE: dict[str, Callable] = {}  # name of a torch function -> its row; filled by ops.py
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _name(func: Callable) -> str:
     return func.__name__
 

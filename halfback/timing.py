@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 REPEATS = 5
 HOST_STEPS = 7
@@ -41,6 +40,8 @@ class Rates:
     launch: float = 4e-6  # seconds
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        from torch.utils.flop_counter import flop_registry  # which imports Triton
+
         tensors = [t for t in tree_flatten((args, kwargs, out))[0] if isinstance(t, Tensor)]
         moved = sum({t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors}.values())
         count = flop_registry.get(func._overloadpacket)

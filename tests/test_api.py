@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -257,3 +259,16 @@ def test_a_general_convolution_gets_zero_gradient_at_dropped_outputs():
     wanted = torch.autograd.grad((f(x) * weight * mask.reshape(6, 6)).sum(), inputs)
     for a, b in zip(torch.autograd.grad((ours * weight).sum(), inputs), wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_importing_is_light():
+    """What takes long to import, or is an extra, is imported by who needs it; and CUDA is left alone."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import halfback, halfback.cli; "
+        "heavy = ('torch._dynamo', 'torch._inductor', 'triton', 'sympy', 'scipy', 'matplotlib', 'tqdm', 'sklearn', 'safetensors', "
+        "'transformers', 'timm', 'torchvision', 'PIL', 'torch.distributed.fsdp'); "
+        "found = [m for m in heavy if m in sys.modules and m not in before]; "
+        "assert not found, found; assert not torch.cuda.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
