@@ -1,0 +1,175 @@
+"""Methods in transformers' Trainer: applied once, seen in its logs, saved and resumed with its checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import zoo  # noqa: F401
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import halfback as hb
+from halfback.integrations.huggingface import HalfbackCallback
+from halfback.untouched import applied_to
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SBP = "sbp(keep=0.5, sampler='random')"
+
+
+def gpt2(dropout=0.0):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=None, eos_token_id=None, use_cache=False, loss_type="ForCausalLM"))
+
+
+def data(n=64, seq=16):
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, 40, (n,), generator=generator)
+    rows = (starts[:, None] + torch.arange(seq)) % 40  # the next word is the one after it
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(tmp_path, model, *callbacks, steps=8, **more):
+    options = {"save_strategy": "no", "logging_steps": 2, "learning_rate": 3e-3, "seed": 3, "lr_scheduler_type": "constant", **more}
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    return Trainer(model, args, train_dataset=data(), callbacks=list(callbacks))
+
+
+class Reporter(TrainerCallback):
+    """As one that comes with the Trainer, which is told before the callbacks that it is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(dict(logs))
+
+
+def weights(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def trained(own):
+    own.train()
+    return weights(own.model)
+
+
+def equal(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_methods_are_applied_and_figures_reach_logs_and_reporters(tmp_path):
+    model, reporter, callback = gpt2(), Reporter(), HalfbackCallback(f"{SBP}+lean", monitor=4)
+    own = trainer(tmp_path, model, reporter, steps=20)
+    callback.attach(own)
+    plain = hb.profile(gpt2(), _batch()).held
+    own.train()
+    rows = [r for r in own.state.log_history if "loss" in r]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(0 < r["halfback_held"] < 0.8 * plain for r in rows)
+    assert rows[0]["halfback_held"] == hb.profile(own.model, _batch()).held
+    assert all(s["halfback_held"] == rows[0]["halfback_held"] for s in reporter.seen if "loss" in s)
+    late = [r for r in rows if r["step"] >= 4]
+    assert all(0.3 < r["halfback_cosine"] <= 1.0001 and r["halfback_scale"] > 0 for r in late)
+    assert len(applied_to(model)) == 1
+
+
+def _batch():
+    return {k: torch.stack([row[k] for row in data()[:8]]) for k in ("input_ids", "labels")}
+
+
+def test_given_to_the_trainer_it_reaches_the_log_history(tmp_path):
+    own = trainer(tmp_path, gpt2(), HalfbackCallback(hb.Lean()), steps=2)
+    own.train()
+    assert [r["halfback_held"] for r in own.state.log_history if "loss" in r]
+
+
+def test_lean_is_the_plain_training(tmp_path):
+    plain = trained(trainer(tmp_path / "a", gpt2(0.1)))
+    assert equal(plain, trained(trainer(tmp_path / "b", gpt2(0.1), HalfbackCallback("lean"))))
+    assert not equal(plain, trained(trainer(tmp_path / "c", gpt2(0.1), HalfbackCallback(SBP))))
+
+
+def test_the_monitor_leaves_the_training_as_it_is(tmp_path):
+    one = trained(trainer(tmp_path / "a", gpt2(0.1), HalfbackCallback(SBP)))
+    assert equal(one, trained(trainer(tmp_path / "b", gpt2(0.1), HalfbackCallback(SBP, monitor=2))))
+
+
+@pytest.mark.parametrize("method", [SBP, "dropit(keep=0.3, select='random', exact_first=False)"])
+def test_resumed_training_is_the_uninterrupted_one(tmp_path, method):
+    whole = trainer(tmp_path / "whole", gpt2(0.1), HalfbackCallback(method))
+    whole.train()
+    cut = trainer(tmp_path / "cut", gpt2(0.1), HalfbackCallback(method), save_strategy="steps", save_steps=4)
+    cut.train()
+    assert equal(weights(whole.model), weights(cut.model))
+    again = trainer(tmp_path / "cut", gpt2(0.1), HalfbackCallback(method))
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
+    assert equal(weights(whole.model), weights(again.model))
+    saved = json.loads((tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]["HalfbackCallback"]
+    assert saved["attributes"]["applied"][0]["method"] in method
+    other = trainer(tmp_path / "cut", gpt2(), HalfbackCallback("sbp(keep=0.25)"))
+    with pytest.raises(ValueError, match="Give the same methods"):
+        other.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
+
+
+def test_a_budget_is_planned_from_the_first_batch_and_kept(tmp_path):
+    callback = HalfbackCallback(budget=0.6)
+    own = trainer(tmp_path, gpt2(), callback, save_strategy="steps", save_steps=4)
+    own.train()
+    assert callback.report.methods and callback.held < 0.75 * hb.profile(gpt2(), _batch()).held
+    second = HalfbackCallback(budget=0.6)
+    again = trainer(tmp_path, gpt2(), second)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert second.report.methods == callback.report.methods
+    assert equal(weights(own.model), weights(again.model))
+
+
+@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_with_what_a_trainer_can_do(tmp_path, more):
+    if more.get("gradient_checkpointing"):
+        more = {**more, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    own = trainer(tmp_path, gpt2(), HalfbackCallback(SBP), steps=16, **more)
+    own.train()
+    rows = [r["loss"] for r in own.state.log_history if "loss" in r]
+    assert rows[-1] < rows[0]
+
+
+def test_methods_that_are_there_already_stay(tmp_path):
+    model = gpt2()
+    hb.apply_(model, hb.SBP(keep=0.5))
+    callback = HalfbackCallback()
+    own = trainer(tmp_path, model, callback, steps=2)
+    own.train()
+    assert str(callback.report.methods[0]) == "sbp" and len(applied_to(model)) == 1
+
+
+def test_the_end_is_exact(tmp_path):
+    model, seen = gpt2(), []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(next(s.on for a in applied_to(model) for s in a.states))
+
+    own = trainer(tmp_path, model, HalfbackCallback(SBP, exact_tail=0.25), Look())
+    own.train()
+    assert seen == [True] * 6 + [False] * 2
+    assert [s.on for a in applied_to(model) for s in a.states] == [True]
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="chooses the methods itself"):
+        HalfbackCallback("lean", budget="1GiB")
+    with pytest.raises(ValueError, match="exact_tail"):
+        HalfbackCallback("lean", exact_tail=2)
+    with pytest.raises(ValueError, match="none of the methods"):
+        HalfbackCallback("leaner")
