@@ -1,7 +1,7 @@
 """Which entries of a tensor are kept.
 
     elements   of a flat tensor: the k of largest magnitude of all of it (Min-K, block=None), or of each block of consecutive
-               elements by itself (Parallel Min-K); or k random ones
+               elements by itself (Parallel Min-K); or k random ones of as many
     channels   the k with the largest L2 norm over everything else, or k random ones
     rows       the same of positions: one row is all channels at one place of one sample
 
@@ -14,6 +14,18 @@ NOTE [one order]
  3. Random means largest by a hash of (seed, index), never torch's generator: the user's random streams are neither read nor advanced,
     and a kernel can compute the same.
  4. Nothing here waits for the device, and no shape depends on data.
+
+NOTE [random elements]
+ 1. One pattern of k out of a block is drawn, and each block turns it by an offset of its own: element i of block b is kept where
+    pattern[(i + offset_b) % block] is. The shorter last block has a pattern of its own. So noise is made for a block and for the number
+    of blocks, not for every element.
+ 2. Whatever the pattern is, the offset alone gives every element of a block the chance k / block.
+ 3. Over seeds two elements are kept together as often as if every block were drawn by itself: in one block because the pattern is
+    random, in two because their offsets are independent. So the mean and the variance of anything linear in the kept elements, as a
+    weight gradient is, are those of blocks drawn by themselves.
+ 4. Three and more are not. Within one draw all blocks keep elements at the same distances, so where x repeats with a period, a draw is
+    worse or better in all blocks at once: errors of single draws spread more around the same variance.
+ 5. One block (block=None, or a tensor no longer than that) keeps the pattern as it is drawn.
 
 Paper: "DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training", ICLR 2023 (Min-K; Parallel Min-K is its blocked form).
 """
@@ -112,12 +124,46 @@ def index(mask: Tensor, k: int) -> Tensor:
 
 def elements(x: Tensor, keep: float, select: str = "largest", block: int | None = BLOCK, seed: int = 0) -> Tensor:
     """A mask over flat x: count(keep, size) of each block."""
-    order = noise(x.numel(), seed, x.device) if _checked(select) == "random" else keys(x)
+    if _checked(select) == "random":
+        pattern, offsets, tail = drawn(x.numel(), keep, block, seed, x.device)
+        head = turned(pattern, offsets).view(-1) if len(offsets) else pattern
+        return torch.cat([head, tail]) if len(tail) else head
+    order = keys(x)
     full, each, rest, last = counts(keep, x.numel(), block)
     if rest == 0:
         return largest(order.view(max(1, full), -1), each).view(-1)
     head, tail = order.split([order.numel() - rest, rest])
     return torch.cat([largest(head.view(full, -1), each).view(-1), largest(tail, last)])
+
+
+def drawn(n: int, keep: float, block: int | None, seed: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """(pattern of a block, offset of each full block, pattern of the last block), of n elements. One block has no offset. See
+    NOTE [random elements]."""
+    full, each, rest, last = counts(keep, n, block)
+    size, blocks = (n - rest) // max(1, full), full if full > 1 else 0
+    head, tail, turns = noise(size + rest + blocks, seed, device).split([size, rest, blocks])
+    return _top(head, each), turns % max(1, size), _top(tail, last)
+
+
+def _top(noise: Tensor, k: int) -> Tensor:
+    """`largest` of keys that are all different: a third of its kernels."""
+    return noise >= noise.topk(k, sorted=False).values.amin(-1, keepdim=True) if k else noise.to(torch.bool)
+
+
+def turned(line: Tensor, offsets: Tensor) -> Tensor:
+    """(offsets, line): the line from each offset on, and around."""
+    return torch.cat([line, line]).unfold(0, len(line), 1).index_select(0, offsets)
+
+
+def turned_index(pattern: Tensor, offsets: Tensor, k: int) -> Tensor:
+    """Where turned(pattern, offsets) is True, of all of it, sorted, int32 if it fits. Goes through what is kept, not through all."""
+    size, n = len(pattern), len(pattern) * len(offsets)
+    at = index(pattern, k)
+    offsets = offsets.to(at.dtype)
+    first = torch.searchsorted(at, offsets)  # the first kept one from the offset on is the block's first
+    found = torch.cat([at, at + size]).unfold(0, k, 1).index_select(0, first)
+    start = torch.arange(0, n, size, dtype=torch.int32 if n <= 2**31 else torch.int64, device=pattern.device)
+    return found.to(start.dtype).add_((start - offsets)[:, None]).view(-1)
 
 
 def channels(x: Tensor, keep: float, select: str = "largest", axis: int = -1, seed: int = 0) -> Tensor:

@@ -16,8 +16,8 @@ NOTE [what x_hat is]
  1. Largest entries come back as they were, all others as zero: biased towards zero, with the least error for the entries held.
  2. Random entries come back divided by the chance that they had of being kept (n / k), so that E[x_hat] = x. Rows that are always kept are
     not divided. They are held divided, in x's dtype.
- 3. Elements, FewBits and Signs go through x in the order of memory, so channels_last costs no copy. An x that is not dense (expanded,
-    sliced) is made contiguous first, and `Layout.of` describes it as it is then.
+ 3. All but Rows go through x in the order of memory, so channels_last costs no copy. An x that is not dense (expanded, sliced) is made
+    contiguous first, and `Layout.of` describes it as it is then.
  4. No store looks whether it holds less than x itself: whoever chooses asks `bytes`.
 """
 
@@ -84,6 +84,13 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
+def _around(x: Tensor, axis: int) -> Tensor:
+    """(A, C, B) in the order of memory: what lies before, in, and behind an axis. A view if x is dense, else a copy."""
+    channels, n = x.shape[axis], x.numel()
+    behind = Layout.of(x).stride[axis] if n and channels > 1 else 1
+    return flat(x).view(n // (channels * behind) if n else 0, channels, behind)
+
+
 @dataclass(frozen=True)
 class Elements:
     keep: float
@@ -94,16 +101,28 @@ class Elements:
         x = flat(x)
         if self.select == "largest":
             return tuple(kernels.select(x, self.keep, self.block))
-        mask = _keep.elements(x, self.keep, self.select, self.block, seed)
-        values = kernels.reference.take(x, mask, _keep.total(self.keep, x.numel(), self.block))
-        return self._unbiased(values, x.numel()), kernels.pack_bits(mask)
+        full, each, rest, last = counts = _keep.counts(self.keep, x.numel(), self.block)
+        if full > 1 and (x.numel() - rest) // full % 8 == 0:
+            values, bits = self._by_blocks(x, seed, *counts[1:])
+        else:
+            mask = _keep.elements(x, self.keep, self.select, self.block, seed)
+            values, bits = kernels.reference.take(x, mask, full * each + last), kernels.pack_bits(mask)
+        if full:
+            values[: full * each].mul_((x.numel() - rest) / (full * each))
+        if last:  # a block of its own: n / k differs by rounding
+            values[full * each :].mul_(rest / last)
+        return values, bits
 
-    def _unbiased(self, values: Tensor, n: int) -> Tensor:
-        """The last block is its own: n / k differs by rounding."""
-        full, each, rest, last = _keep.counts(self.keep, n, self.block)
-        head, tail = values.split([full * each, last])
-        parts = [head * ((n - rest) / (full * each))] if full else []
-        return torch.cat([*parts, tail * (rest / last)]) if last else torch.cat([*parts, tail])
+    def _by_blocks(self, x: Tensor, seed: int, each: int, rest: int, last: int) -> Held:
+        """What keep.elements says, without a mask of all of x: only its kept elements are gone through, and its bits are written."""
+        pattern, offsets, tail = _keep.drawn(x.numel(), self.keep, self.block, seed, x.device)
+        eights = torch.cat([pattern, pattern]).unfold(0, 8, 1)  # a byte of bits may begin at any place of the pattern
+        bytes_ = kernels.pack_bits(eights.reshape(-1)).unfold(0, len(pattern) - 7, 1)[:, ::8]  # (offset, byte of the block)
+        index, bits = _keep.turned_index(pattern, offsets, each), bytes_.index_select(0, offsets).view(-1)
+        if last:
+            index = torch.cat([index, _keep.index(tail, last) + (x.numel() - rest)])
+            bits = torch.cat([bits, kernels.pack_bits(tail)])
+        return x.index_select(0, index), bits
 
     def restore(self, held: Held, layout: Layout) -> Tensor:
         values, bits = held
@@ -115,24 +134,26 @@ class Elements:
 
 @dataclass(frozen=True)
 class Channels:
-    """Held: (kept channels, their index). The kept channels have x's size but for the channel axis, so they tell which axis it was."""
+    """Held: (kept channels, their index). The kept channels are (A, k, B): A elements of axes before the channels in memory, B behind.
+    channels_last, and channels in the last axis, have B = 1."""
 
     keep: float
     select: str = "largest"
 
     def compress(self, x: Tensor, axis: int = -1, seed: int = 0) -> Held:
-        x = x.detach()
-        index = _keep.channels(x, self.keep, self.select, axis, seed)
-        values = x.index_select(axis, index)
+        index = _keep.channels(x.detach(), self.keep, self.select, axis, seed)
+        values = _around(x, axis).index_select(1, index)
         if self.select == "random":
-            values = values * (x.shape[axis] / max(1, index.numel()))
+            values.mul_(x.shape[axis] / max(1, index.numel()))
         return values, index
 
     def restore(self, held: Held, layout: Layout) -> Tensor:
         values, index = held
-        axes = [d for d in range(values.dim()) if values.shape[d] != layout.size[d]]
-        x_hat = layout.zeros()
-        return x_hat.index_copy_(axes[0], index.long(), values) if axes else x_hat.copy_(values)
+        if layout.n == 0:
+            return layout.zeros()
+        before, _, behind = values.shape
+        x_hat = values.new_zeros(before, layout.n // (before * behind), behind)
+        return layout.of_flat(x_hat.index_copy_(1, index.long(), values))
 
     def bytes(self, layout: Layout, axis: int = -1) -> int:
         channels = layout.size[axis]

@@ -8,6 +8,7 @@ import torch
 import zoo
 
 import halfback as hb
+from halfback.stores import Channels, Elements, Layout, Rows
 
 MODES = ("query", "qkv", "heads")
 NAMES = ("vit", "bert", "llama", "gpt2", "convnext", "tv_vit")
@@ -74,6 +75,17 @@ def check() -> None:
             found = against_cpu(name, text)
             print(f"{name:21} {text:38} against the CPU {'other layers' if found is None else f'{found:.1e}'}", flush=True)
             assert found is None or found < 1e-3
+    for store in (Elements(0.3, "random"), Elements(0.3, "random", None), Channels(0.4, "random"), Rows(0.4, "random")):
+        print(store, "drawn as on the CPU", flush=True)
+        assert drawn_alike(store)
+
+
+def drawn_alike(store) -> bool:
+    """Whether what a random store holds, and what comes back, are the CPU's bit for bit."""
+    x = torch.randn(5, 24, 13, 17).to(memory_format=torch.channels_last)
+    held, there = store.compress(x, 1, seed=3), store.compress(x.cuda(), 1, seed=3)
+    pairs = [*zip(held, there, strict=True), (store.restore(held, Layout.of(x)), store.restore(there, Layout.of(x.cuda())))]
+    return all(torch.equal(a, b.cpu()) for a, b in pairs)
 
 
 def made(name: str):

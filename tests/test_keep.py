@@ -71,9 +71,10 @@ def test_counting_is_exact_beyond_two_to_the_24():
     assert mask[:k].all()
 
 
-def test_random_is_ours_and_repeats():
+@pytest.mark.parametrize("block", [None, 64, 37])
+def test_random_is_ours_and_repeats(block):
     x, state = torch.zeros(1000), torch.get_rng_state()
-    first, again, other = (keep.elements(x, 0.2, "random", None, seed) for seed in (1, 1, 2))
+    first, again, other = (keep.elements(x, 0.2, "random", block, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(state, torch.get_rng_state())
@@ -94,9 +95,83 @@ def test_mix_of_tensors_is_mix_of_integers():
     assert keep.mix(1) == 0x514E28B7  # murmur3's finaliser
 
 
-def test_every_element_is_kept_equally_often():
-    kept = sum(keep.elements(torch.zeros(64), 0.25, "random", 32, seed).double() for seed in range(2000))
-    assert (kept / 2000 - 0.25).abs().max() < 0.05  # five deviations
+# Random elements: three blocks of 16 and one of 11
+
+SEEDS, SIZE, BLOCKS, REST, RATIO = 6000, 16, 3, 11, 0.25
+N = SIZE * BLOCKS + REST
+
+
+@pytest.fixture(scope="module")
+def masks():
+    """(seeds, elements), as numbers."""
+    return torch.stack([keep.elements(torch.zeros(N), RATIO, "random", SIZE, seed) for seed in range(SEEDS)]).double()
+
+
+def deviations(found, chance):
+    """How far frequencies over SEEDS are from their chances, in standard deviations."""
+    return (found - chance) / (chance * (1 - chance) / SEEDS).sqrt()
+
+
+def unremarkable(z):
+    """None is beyond five deviations, and their squares are 1 on average, as those of normal numbers."""
+    return z.abs().max() < 5 and abs(z.square().mean() - 1) < 5 * (2 / z.numel()) ** 0.5
+
+
+def test_every_element_is_kept_equally_often(masks):
+    chance = torch.cat([torch.full((SIZE * BLOCKS,), 4 / 16), torch.full((REST,), 2 / 11)]).double()
+    assert unremarkable(deviations(masks.mean(0), chance))
+
+
+def test_pairs_are_kept_as_if_every_block_were_drawn_by_itself(masks):
+    together = masks.T @ masks / SEEDS
+    head, tail = range(SIZE * BLOCKS), range(SIZE * BLOCKS, N)
+    kinds = {
+        "in a block": (4 * 3 / (16 * 15), [(i, j) for i in head for j in head if i < j and i // SIZE == j // SIZE]),
+        "in two blocks": (4 / 16 * 4 / 16, [(i, j) for i in head for j in head if i < j and i // SIZE != j // SIZE]),
+        "in the last": (2 * 1 / (11 * 10), [(i, j) for i in tail for j in tail if i < j]),
+        "in the last and before": (4 / 16 * 2 / 11, [(i, j) for i in head for j in tail]),
+    }
+    for kind, (chance, pairs) in kinds.items():
+        i, j = torch.tensor(pairs).T
+        assert deviations(together[i, j], torch.tensor(chance)).abs().max() < 5, kind
+        assert abs(deviations(together[i, j].mean(), torch.tensor(chance))) < 1, kind
+
+
+def test_blocks_turn_one_pattern_by_offsets_of_their_own():
+    pattern, offsets, tail = keep.drawn(1000, 0.3, 64, seed=3, device="cpu")
+    blocks = keep.elements(torch.zeros(1000), 0.3, "random", 64, seed=3).split(64)
+    assert (pattern.sum(), len(offsets), len(tail)) == (19, 15, 40)
+    for block, offset in zip(blocks, offsets.tolist(), strict=False):
+        assert block.tolist() == [bool(pattern[(i + offset) % 64]) for i in range(64)]
+    assert torch.equal(blocks[-1], tail)
+
+
+def test_offsets_and_patterns_differ_between_blocks_and_seeds():
+    (pattern, offsets, _), (other, others, _) = (keep.drawn(2**20, 0.5, 1024, seed, "cpu") for seed in (0, 1))
+    assert not torch.equal(pattern, other)
+    assert len(offsets) == 1024 and 550 < len(offsets.unique()) < 750  # 1024 (1 - 1/e) = 647 of uniform ones
+    assert (offsets == others).sum() < 10 and ((offsets - others) % 1024).unique().numel() > 550
+
+
+@pytest.mark.parametrize("block", [None, 100, 64])
+def test_a_lone_block_is_not_turned(block):
+    pattern, offsets, tail = keep.drawn(64, 0.3, block, seed=5, device="cpu")
+    assert torch.equal(pattern, keep.elements(torch.zeros(64), 0.3, "random", block, seed=5))
+    assert len(offsets) == len(tail) == 0
+
+
+@given(st.integers(1, 60), ratios, st.lists(st.integers(0, 1000), max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_the_index_of_turned_patterns_is_where_they_are_true(size, ratio, offsets):
+    k = keep.count(ratio, size)
+    pattern = keep.largest(keep.noise(size, 1, "cpu"), k)
+    turns = torch.tensor(offsets, dtype=torch.int64) % size
+    found = keep.turned_index(pattern, turns, k)
+    assert found.dtype == torch.int32
+    assert found.tolist() == keep.turned(pattern, turns).reshape(-1).nonzero().squeeze(1).tolist()
+
+
+# Channels and rows
 
 
 @pytest.mark.parametrize("axis", [1, -1])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from halfback import keep
+from halfback import keep, kernels
 from halfback.stores import Channels, Elements, FewBits, Layout, Rows, Signs, is_dense
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -94,6 +94,25 @@ def test_elements_are_kept_where_they_stand(lay):
     assert torch.equal(x_hat, torch.where(x_hat != 0, x, 0))
 
 
+@pytest.mark.parametrize("lay", LAYOUTS, ids=str)
+@pytest.mark.parametrize("select", keep.SELECTS)
+def test_channels_are_kept_where_they_stand(lay, select):
+    for shape, axis in SHAPES:
+        x, store = LAYOUTS[lay](drawn(shape)), Channels(0.4, select)
+        values, index = store.compress(x, axis, seed=3)
+        assert torch.equal(index, keep.channels(x, 0.4, select, axis, seed=3))
+        scale = shape[axis] / len(index) if select == "random" else 1
+        expected = torch.zeros(shape).index_copy(axis, index.long(), x.index_select(axis, index) * scale)
+        assert torch.equal(store.restore((values, index), Layout.of(x)), expected)
+
+
+def test_channels_are_held_in_the_order_of_memory():
+    x = drawn((3, 8, 5, 6))
+    assert Channels(0.5).compress(x, 1)[0].shape == (3, 4, 30)
+    assert Channels(0.5).compress(x.to(memory_format=torch.channels_last), 1)[0].shape == (90, 4, 1)
+    assert Channels(0.5).compress(x, -1)[0].shape == (120, 3, 1)
+
+
 def test_a_dense_layout_is_not_copied():
     x = drawn((2, 3, 4, 5)).to(memory_format=torch.channels_last)
     layout = Layout.of(x)
@@ -117,6 +136,28 @@ def test_random_entries_are_unbiased(store):
     layout = Layout.of(x)
     mean = sum(store.restore(store.compress(x, -1, seed), layout) for seed in range(4000)) / 4000
     assert ((mean - x) / x).abs().max() < 0.15  # a deviation is 0.025
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("n", "block"), [(0, 8), (5, 8), (8, 8), (100, None), (96, 32), (100, 32), (100, 50), (104, 7), (3000, keep.BLOCK)]
+)
+def test_random_elements_are_those_that_keep_says_divided_by_their_chance(n, block, dtype):
+    x, store = drawn((n,), dtype), Elements(0.3, "random", block)
+    mask = keep.elements(x, 0.3, "random", block, seed=4)
+    values, bits = store.compress(x, -1, seed=4)
+    chance = torch.cat([torch.full((len(part),), len(part) / max(1, int(part.sum()))) for part in mask.split(block or max(1, n))])
+    assert torch.equal(bits, kernels.pack_bits(mask))
+    assert torch.allclose(values.double(), (x * chance.to(torch.float64))[mask].double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_sums_of_random_elements_have_the_mean_and_variance_of_blocks_drawn_by_themselves():
+    x, store, seeds = drawn((100,), torch.float64) + torch.arange(100) % 8, Elements(0.25, "random", 16), 6000
+    sums = torch.stack([store.restore(store.compress(x, -1, seed), Layout.of(x)).sum() for seed in range(seeds)])
+    parts = [(part, len(part), keep.count(0.25, len(part))) for part in x.split(16)]
+    variance = sum(size**2 * (1 - k / size) / k * part.var() for part, size, k in parts)
+    assert abs(sums.mean() - x.sum()) < 4 * (variance / seeds).sqrt()
+    assert abs(sums.var() / variance - 1) < 0.1  # a deviation is 0.02 of normal sums
 
 
 def test_rounding_by_noise_is_unbiased():
