@@ -23,22 +23,9 @@ import matplotlib.image
 import pytest
 import scipy.stats
 
-from halfback.train.reproduce import (
-    Arm,
-    Recipe,
-    collect,
-    find,
-    listing,
-    load,
-    page,
-    page_text,
-    paired,
-    reproduce,
-    spread,
-    student,
-    table,
-    told,
-)
+from halfback.train.recipes import Arm, Recipe, find, load
+from halfback.train.reproduce import reproduce
+from halfback.train.results import collect, listing, page, page_text, paired, spread, student, table, told
 from halfback.train.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -80,8 +67,7 @@ result = {"settings": settings, "seed": seed, "done": True, "top1": 90 + 10 * ra
 """
 
 RECIPE = """
-from halfback.train.reproduce import Arm, Recipe
-from halfback.train.settings import Settings
+from halfback.train import Arm, Recipe, Settings
 RECIPE = Recipe(
     title="A claim, table 1", about="What is tried.\\n  And why.", paper="more is more",
     base=Settings(epochs={epochs}, lr=0.1, optimizer='sgd'),
@@ -242,11 +228,12 @@ def test_what_is_done_is_not_trained_again(here):
     assert "root /data cpu" in log(here, "exact_s1") and names(here / "experiments/claim/runs") == ALL
 
 
-def test_only_takes_ids_and_arms(here):
-    ran(only="rate 0.3")
-    assert names(here / "experiments/claim/runs") == ["rate-0.3_s0", "rate-0.3_s1"]
-    with pytest.raises(ValueError, match=r"only='nothing' matches none of the 6 runs. Runs: exact_s0, rate-0.2_s0"):
-        ran(only="nothing")
+def test_only_takes_globs_of_ids(here):
+    ran(only="rate-0.3_s*, exact_s1")
+    assert names(here / "experiments/claim/runs") == ["exact_s1", "rate-0.3_s0", "rate-0.3_s1"]
+    for only in ("nothing", "*_s0,nothing", "nothing,*_s0"):
+        with pytest.raises(ValueError, match=r"only='nothing' matches none of the 6 runs. Runs: exact_s0, rate-0.2_s0"):
+            ran(only=only)
 
 
 def test_other_settings_are_an_error_and_again_trains_those_alone(here):
@@ -585,8 +572,7 @@ def test_the_command(here):
 
 
 REAL = """
-from halfback.train.reproduce import Arm, Recipe
-from halfback.train.settings import Settings
+from halfback.train import Arm, Recipe, Settings
 ARMS = (Arm("exact"), Arm("lean", "lean"))
 RECIPE = Recipe(title="Digits", about="A", paper="P", base=Settings(epochs=1, batch=64), arms=ARMS, seeds=(0, 1))
 """

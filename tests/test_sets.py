@@ -18,7 +18,8 @@ from torchvision.transforms import RandomResizedCrop, v2
 
 from halfback.data import digits
 from halfback.train import sets
-from halfback.train.sets import Files, Part, batches, load_set, order, read_image, seed_from
+from halfback.train.folder import random_box, read_image
+from halfback.train.sets import Files, Part, batches, load_set, order, seed_from
 
 
 @pytest.fixture(autouse=True)
@@ -322,12 +323,12 @@ def test_random_crops_are_a_pure_function_of_seed_epoch_and_file(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(width=st.integers(1, 400), height=st.integers(1, 400), seed=st.integers(0, 2**40))
 def test_a_random_box_lies_in_the_image(width, height, seed):
-    left, top, right, bottom = sets._random_box(width, height, random.Random(seed))
+    left, top, right, bottom = random_box(width, height, random.Random(seed))
     assert 0 <= left < right <= width and 0 <= top < bottom <= height
 
 
 def test_random_boxes_have_the_areas_and_shapes_asked_for():
-    boxes = [sets._random_box(500, 400, random.Random(i)) for i in range(2000)]
+    boxes = [random_box(500, 400, random.Random(i)) for i in range(2000)]
     areas = np.array([(r - x) * (b - y) for x, y, r, b in boxes]) / 200000
     ratios = np.array([(r - x) / (b - y) for x, y, r, b in boxes])
     assert 0.075 < areas.min() < 0.1 and areas.max() > 0.9 and 0.74 < ratios.min() < 0.78 and 1.28 < ratios.max() < 1.35

@@ -1,6 +1,7 @@
-"""Training with evidence: a loop (loop.py), data for it (sets.py, augment.py), and recipes that run it many times (reproduce.py)."""
+"""Training with evidence: a loop (loop.py), data for it (sets.py, folder.py, augment.py), and recipes (recipes.py) that are run many times
+(reproduce.py) and compared (results.py)."""
 
-from .reproduce import Arm, Recipe
+from .recipes import Arm, Recipe
 from .settings import Settings
 
 __all__ = ["Arm", "Recipe", "Settings"]

@@ -36,13 +36,11 @@ import torch
 from torch import Tensor
 
 from ..data import KEYS, digits
+from .folder import check_pillow, class_names, list_files, read_image
 
 VARIABLE = "HALFBACK_DATA"
 PIXELS = (3, 32, 32)  # of CIFAR
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 SIZE, SEQ = 224, 256  # of a folder's images, of a window of text
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the area, its width to its height
-RESIZED = 256 / 224  # the shorter side before the centre crop, in sides of the crop
 ESTIMATED = 512  # images of a folder that its mean and deviation are taken from
 WORKERS = min(16, os.cpu_count() or 1)  # threads that read images; Pillow decodes and resizes without the interpreter's lock
 AHEAD = 3  # batches under way
@@ -437,88 +435,15 @@ def _classes(path: Path, train: Part, test: Part) -> int:
 
 
 def _folder(root: Path, size: int, seed: int) -> _Read:
-    _pillow()
-    names = _class_names(root / "train")
+    check_pillow()
+    names = class_names(root / "train")
     notes: list[str] = []
     train, test = (
         Files(torch.arange(len(paths)), torch.tensor(labels), tuple(paths), size, seed, random=kind == "train")
         for kind in ("train", "val")
-        for paths, labels in [_files(root / kind, names, notes)]
+        for paths, labels in [list_files(root / kind, names, notes)]
     )
     return _Read("images", train, test, len(names), tuple(notes))
-
-
-def _class_names(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data '{folder}': there is no such folder. Wanted: train/CLASS/ and val/CLASS/ with an image a file.")
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    if not names:
-        raise ValueError(f"data '{folder}' has no folders in it; wanted one for each class.")
-    return names
-
-
-def _files(folder: Path, names: list[str], notes: list[str]) -> tuple[list[str], list[int]]:
-    """The images in a folder's classes, with their labels. `names`: the classes of the training part."""
-    found = _class_names(folder)
-    unknown = sorted(set(found) - set(names))
-    if unknown:
-        raise ValueError(f"data '{folder}' has {len(unknown)} classes that train/ has not, the first is {unknown[0]!r}.")
-    paths: list[str] = []
-    labels: list[int] = []
-    others = 0
-    for name in found:
-        entries = sorted(os.listdir(folder / name))
-        images = [e for e in entries if e.lower().endswith(SUFFIXES)]
-        if not images:
-            raise ValueError(f"data '{folder / name}' has no images; wanted files that end in {', '.join(SUFFIXES)}.")
-        others += len(entries) - len(images)
-        paths += [os.path.join(folder, name, e) for e in images]
-        labels += [names.index(name)] * len(images)
-    if others:
-        notes.append(f"{others} files of {folder.name}/ are no images by their names and are left out")
-    if len(found) < len(names):
-        notes.append(f"{folder.name}/ has {len(found)} of the {len(names)} classes")
-    return paths, labels
-
-
-def _pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as e:
-        raise ValueError("data 'folder' is read with Pillow: pip install halfback[train].") from e
-
-
-def read_image(path: str, size: int, draw: random.Random | None) -> np.ndarray:
-    """uint8 (size, size, 3): a random crop, or, without a draw, the centre."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise ValueError(f"data '{path}' cannot be read as an image: {e}. Replace the file, or remove it.") from e
-    box = _random_box(*image.size, draw) if draw else None
-    if box:
-        return np.asarray(image.crop(box).resize((size, size), Image.Resampling.BILINEAR))
-    width, height = image.size
-    short, shortest = min(width, height), max(size, round(size * RESIZED))
-    image = image.resize((int(shortest * width / short), int(shortest * height / short)), Image.Resampling.BILINEAR)
-    left, top = round((image.width - size) / 2), round((image.height - size) / 2)
-    return np.asarray(image.crop((left, top, left + size, top + size)))
-
-
-def _random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of a box of random area and shape; after ten that do not fit, the largest in the middle."""
-    for _ in range(10):
-        area = width * height * draw.uniform(*SCALE)
-        ratio = math.exp(draw.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
-            return left, top, left + w, top + h
-    w, h = min(width, max(1, round(height * RATIO[1]))), min(height, max(1, round(width / RATIO[0])))
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
 
 
 # Text

@@ -1,0 +1,214 @@
+"""Recipes: trainings that belong together, and which of them are done.
+
+    experiments/NAME/recipe.py      RECIPE: arms, seeds, and what a paper says
+    experiments/NAME/runs/ID.json   what one run gave; a run is one arm with one seed
+
+A run is done when ID.json is there with the settings that the recipe has now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .settings import Settings
+
+EXPERIMENTS = Path("experiments")
+MEASURES = ("top1", "top5", "train_loss", "test_loss", "held", "peak", "step_ms")
+LOCAL = ("root", "tensorboard")  # settings of one machine, not kept with a result
+
+Result = dict[str, Any]
+
+
+# Recipes
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    changes   settings that differ from the recipe's base
+    paper     top-1 in the paper, in percent
+    group     arms of a group stand together
+    against   another arm than the recipe's that differences are taken to
+    """
+
+    name: str
+    method: str = "exact"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    paper: float | None = None
+    group: str = ""
+    against: str | None = None
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-.")
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str
+    arm: Arm
+    seed: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Arms that are trained with the same seeds.
+
+    against   the arm that differences are taken to
+    differs   what is not as in the paper
+    minutes   that it takes, on what is told in `on`
+    order     its place on the page
+    verdict   whether the paper's claim holds: a text, or a function that computes one from results.json
+    """
+
+    title: str
+    about: str
+    paper: str
+    base: Settings
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    against: str = "exact"
+    differs: tuple[str, ...] = ()
+    minutes: float | None = None
+    on: str = ""
+    order: int = 0
+    verdict: str | Callable[[Result], str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("arms", "seeds", "differs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"Recipe: {name} is the text {value!r}; give a tuple, as ({value!r},).")
+            object.__setattr__(self, name, tuple(value))
+        self._check_arms()
+        self._check_seeds()
+        self.runs()
+
+    def _check_arms(self) -> None:
+        names = [a.name for a in self.arms]
+        for a in self.arms:
+            alike = [b.name for b in self.arms if b.slug == a.slug]
+            if len(alike) > 1:
+                raise ValueError(f"Recipe: arms {alike[0]!r} and {alike[1]!r} would both be kept as {a.slug!r}; give one another name.")
+            if not 0 < len(a.slug) <= 80:
+                raise ValueError(f"Recipe: arm {a.name!r} would be kept as {a.slug!r}; its name needs 1 to 80 letters and digits.")
+        for who, against in (("the recipe", self.against), *((f"arm {a.name!r}", a.against) for a in self.arms)):
+            if against is not None and against not in names:
+                raise ValueError(f"Recipe: {who} is against {against!r}, which is no arm. Arms: {', '.join(names) or 'none'}.")
+        for what, given in (("method", self.base.method != "exact"), ("seed", self.base.seed != 0)):
+            if given or any(what in a.changes for a in self.arms):
+                raise ValueError(f"Recipe: {what} is neither a setting of the base nor a change; give arms a method, and the recipe seeds.")
+
+    def _check_seeds(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or not all(isinstance(s, int) and s >= 0 for s in self.seeds):
+            raise ValueError(f"Recipe: seeds {self.seeds} must be different whole numbers from 0 on.")
+
+    def runs(self) -> list[Run]:
+        return [Run(f"{a.slug}_s{seed}", a, seed, self.settings(a, seed)) for seed in self.seeds for a in self.arms]
+
+    def settings(self, arm: Arm, seed: int) -> Settings:
+        missing = [k for k in ("lr", "weight_decay") if "optimizer" in arm.changes and k not in arm.changes]
+        if missing:
+            raise ValueError(f"Recipe: arm {arm.name!r}: optimizer changes, so give {' and '.join(missing)} too; the base has the other's.")
+        try:
+            return dataclasses.replace(self.base, method=arm.method, seed=seed, **arm.changes)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"Recipe: arm {arm.name!r}: {e}") from e
+
+    def against_of(self, arm: Arm) -> str | None:
+        """None for the arm that the others are taken to."""
+        against = arm.against or self.against
+        return None if against == arm.name else against
+
+
+def find(name: str | Path, experiments: Path | None = None) -> Path:
+    """The recipe of a name, or of a path to recipe.py or its folder."""
+    experiments = experiments or EXPERIMENTS
+    for path in (Path(name), Path(name) / "recipe.py", experiments / name / "recipe.py"):
+        if path.name == "recipe.py" and path.is_file():
+            return path
+    known = ", ".join(p.parent.name for p in recipes(experiments)) or "none"
+    raise ValueError(f"There is no recipe {str(name)!r}. In {experiments}/: {known}. A path to a recipe.py is taken too.")
+
+
+def recipes(experiments: Path | None = None) -> list[Path]:
+    return sorted((experiments or EXPERIMENTS).glob("*/recipe.py"))
+
+
+def load(path: Path) -> Recipe:
+    """A recipe is a Python file, and is run."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.resolve().parent.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        told = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path}: {told}") from e
+    found = getattr(module, "RECIPE", None)
+    if not isinstance(found, Recipe):
+        raise ValueError(f"{path} has no RECIPE = Recipe(...); found {type(found).__name__}.")
+    return found
+
+
+# What is done
+
+
+def name_of(path: Path) -> str:
+    return path.resolve().parent.name
+
+
+def runs_folders(path: Path, into: Path | None) -> list[Path]:
+    """Where results are looked for; they are written to the last."""
+    return [path.parent / "runs", *([] if into is None else [into / name_of(path) / "runs"])]
+
+
+def finished(recipe: Recipe, folders: Sequence[Path], *, again: bool = False) -> dict[str, Result]:
+    """Results by id. One with other settings than the recipe's is an error, or with `again` is deleted."""
+    runs = {r.id: r for r in recipe.runs()}
+    found: dict[str, Result] = {}
+    for path in (p for folder in folders for p in sorted(folder.glob("*.json"))):
+        run = runs.get(path.stem)
+        if run is None:
+            raise ValueError(f"{path} is of no run of the recipe. Delete it, or give the recipe its arm and seed back.")
+        result = read_result(path)
+        other = differing(run.settings, result["settings"], path)
+        if not other:
+            found.setdefault(run.id, result)
+        elif again:
+            path.unlink()
+        else:
+            raise ValueError(
+                f"{path} was trained with other settings: {other}. --again deletes it and trains anew; or change the recipe back."
+            )
+    return found
+
+
+def read_result(path: Path) -> Result:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON: {e}.") from e
+    missing = [
+        k
+        for k in ("settings", "done", "device_name", "versions", "commit", "date", *MEASURES)
+        if not isinstance(result, dict) or k not in result
+    ]
+    if missing:
+        raise ValueError(f"{path} is no result of a training: it lacks {', '.join(missing)}. Delete it, and train anew.")
+    return result
+
+
+def differing(settings: Settings, there: Any, where: Path) -> str:
+    """How settings of a file differ; nothing if they do not."""
+    different = settings.differs(Settings.from_json(there, str(where)))
+    return ", ".join(f"{k} {theirs!r} there, {mine!r} in the recipe" for k, (mine, theirs) in different.items())

@@ -1,0 +1,428 @@
+"""What trainings gave: means, differences paired by seed, a figure, and a page.
+
+experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figure.png draws them
+docs/results.md                 every results.json, as a page
+
+difference   d_s = arm_s - against_s for each seed s that both have: the same batches in the same order
+interval     mean(d) ± t(0.975, n - 1) sd(d) / √n, Student's, for 95 %
+a *          the interval is without zero. With three seeds that is 4.3 standard errors; results.json tells those beyond two as well
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..report import readable, rows
+from .recipes import EXPERIMENTS, LOCAL, MEASURES, Arm, Recipe, Result, find, finished, load, name_of, recipes, runs_folders
+from .record import write_bytes, write_json, write_text
+from .settings import PATHS
+
+PAGE = Path("docs/results.md")
+PAIRED = ("top1", "top5", "train_loss", "test_loss")
+RATIOS = ("held", "peak", "step_ms")
+
+
+# Statistics
+
+
+def student(freedom: int) -> float:
+    """The 0.975 quantile of Student's t for whole degrees of freedom: A(θ) = 0.95 of the finite series, t = √ν tan θ."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, freedom) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _inside(angle: float, freedom: int) -> float:
+    """P(|t| < √ν tan θ): Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    cosine, odd = math.cos(angle), freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0 if freedom == 1 else term
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+def spread(values: Sequence[float | None]) -> Result:
+    """Mean, deviation (n - 1) and 95 % interval of the mean. Not known where a value is not."""
+    known = [v for v in values if v is not None]
+    if not known or len(known) < len(values):
+        return {"mean": None, "deviation": None, "interval": None}
+    mean = statistics.fmean(known)
+    if len(known) == 1:
+        return {"mean": mean, "deviation": None, "interval": None}
+    deviation = statistics.stdev(known)
+    half = student(len(known) - 1) * deviation / math.sqrt(len(known))
+    return {"mean": mean, "deviation": deviation, "interval": [mean - half, mean + half]}
+
+
+def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Result:
+    """Differences over the seeds that both have; None where one seed cannot tell.
+
+    difference   the mean is beyond two standard errors
+    clear        its 95 % interval is without zero
+    """
+    both = {s: (a, theirs.get(s)) for s, a in ours.items()}
+    known = {s: a - b for s, (a, b) in both.items() if a is not None and b is not None}
+    found = spread(list(known.values()))
+    beyond = clear = None
+    if found["deviation"] is not None:
+        beyond = abs(found["mean"]) > 2 * found["deviation"] / math.sqrt(len(known))
+        clear = found["interval"][0] > 0 or found["interval"][1] < 0
+    return {"seeds": list(known), "differences": list(known.values()), **found, "difference": beyond, "clear": clear}
+
+
+# Results
+
+
+def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
+    """Writes results.json and figure.png from the runs that are done."""
+    path = find(recipe_path)
+    recipe, folders = load(path), runs_folders(path, into)
+    done = finished(recipe, folders)
+    if not done:
+        raise ValueError(f"{folders[0]} has no runs yet: halfback reproduce {name_of(path)} trains them.")
+    results = results_of(recipe, name_of(path), done)
+    results["verdict"] = _verdict(recipe, results, path)
+    write_json(folders[-1].parent / "results.json", results)
+    figure(results, folders[-1].parent / "figure.png")
+    return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
+
+
+def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
+    runs = [done[r.id] for r in recipe.runs() if r.id in done]
+    by_arm = {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm is a and r.id in done} for a in recipe.arms}
+    versions = {k: sorted({r["versions"][k] for r in runs if k in r["versions"]}) for k in sorted({k for r in runs for k in r["versions"]})}
+    return {
+        "name": name,
+        "order": recipe.order,
+        "title": recipe.title,
+        "about": " ".join(recipe.about.split()),
+        "paper": recipe.paper,
+        "differs": list(recipe.differs),
+        "minutes": recipe.minutes,
+        "on": recipe.on,
+        "against": recipe.against,
+        "seeds": list(recipe.seeds),
+        "runs": {"done": len(runs), "of": len(recipe.runs())},
+        "base": {k: v for k, v in recipe.base.to_json().items() if k not in LOCAL},
+        "changed": {k: v for k, v in recipe.base.changed().items() if k not in PATHS},
+        "arms": [_arm(recipe, a, by_arm) for a in recipe.arms],
+        "devices": sorted({r["device_name"] for r in runs}),
+        "versions": versions,
+        "commits": sorted({r["commit"] for r in runs if r["commit"]}),
+        "dates": sorted({r["date"][:10] for r in runs}),
+    }
+
+
+def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]]) -> Result:
+    runs = by_arm[arm.name]
+    values = {m: [r[m] for r in runs.values()] for m in MEASURES}
+    spreads = {m: spread(v) for m, v in values.items()}
+    against = recipe.against_of(arm)
+    return {
+        "name": arm.name,
+        "method": arm.method,
+        "changes": dict(arm.changes),
+        "group": arm.group,
+        "paper": arm.paper,
+        "seeds": list(runs),
+        "values": values,
+        **{k: {m: spreads[m][k] for m in MEASURES} for k in ("mean", "deviation", "interval")},
+        "alone": bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
+        "against": None if against is None else _against(against, runs, by_arm[against]),
+    }
+
+
+def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result]) -> Result:
+    """Ratios are of means over common seeds, on one device; of times only where every run was alone on it."""
+    seeds = [s for s in ours if s in theirs]
+    pairs = {m: paired({s: r[m] for s, r in ours.items()}, {s: r[m] for s, r in theirs.items()}) for m in PAIRED}
+    used = [runs[s] for runs in (ours, theirs) for s in seeds]
+    same = len({r["device_name"] for r in used}) == 1
+    alone = all(r["side_by_side"] == 1 for r in used)
+    ratio: dict[str, float | None] = dict.fromkeys(RATIOS)
+    for m in RATIOS:
+        mine, its = (spread([runs[s][m] for s in seeds])["mean"] for runs in (ours, theirs))
+        if mine is not None and its and same and (alone or m != "step_ms"):
+            ratio[m] = mine / its
+    return {"arm": name, "seeds": seeds, **pairs, "ratio": ratio}
+
+
+def _verdict(recipe: Recipe, results: Result, path: Path) -> str | None:
+    """Computed once all runs are there."""
+    if results["runs"]["done"] < results["runs"]["of"] or recipe.verdict is None:
+        return None
+    if isinstance(recipe.verdict, str):
+        return recipe.verdict
+    try:
+        said = recipe.verdict(results)
+    except Exception as e:
+        raise ValueError(f"{path}: verdict failed with {type(e).__name__}: {e}") from e
+    if not isinstance(said, str):
+        raise ValueError(f"{path}: verdict must return a text; it returned {type(said).__name__}.")
+    return said
+
+
+# As text
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} %"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def _mean(arm: Result, measure: str, digits: int) -> str:
+    mean, deviation = arm["mean"][measure], arm["deviation"][measure]
+    if mean is None:
+        return ""
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
+
+
+def _difference(arm: Result, results: Result) -> str:
+    pair = arm["against"] and arm["against"]["top1"]
+    if not pair or pair["mean"] is None:
+        return ""
+    said = _signed(pair["mean"])
+    if pair["interval"] is not None:
+        said += f" ({_signed(pair['interval'][0])} to {_signed(pair['interval'][1])})"
+    said += " *" if pair["clear"] else ""
+    return said if arm["against"]["arm"] == results["against"] else f"{said} to {arm['against']['arm']}"
+
+
+def _size(arm: Result, results: Result, measure: str) -> str:
+    """The ratio, with a † where it is to another arm than most; for an arm that is against none, the figure itself."""
+    if arm["against"] is not None:
+        ratio = arm["against"]["ratio"][measure]
+        return "" if ratio is None else f"{ratio:.2f}" + ("" if arm["against"]["arm"] == results["against"] else " †")
+    mean = arm["mean"][measure]
+    if mean is None or (measure == "step_ms" and not arm["alone"]):
+        return ""
+    return f"{mean:.1f} ms" if measure == "step_ms" else readable(mean)
+
+
+TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
+    ("arm", lambda a, r: a["name"]),
+    ("seeds", lambda a, r: "" if a["seeds"] == r["seeds"] else str(len(a["seeds"]))),
+    ("top-1, %", lambda a, r: _mean(a, "top1", 2)),
+    ("difference", _difference),
+    ("paper", lambda a, r: "" if a["paper"] is None else f"{a['paper']:g}"),
+    ("top-5, %", lambda a, r: _mean(a, "top5", 2)),
+    ("training loss", lambda a, r: _mean(a, "train_loss", 3)),
+    ("held", lambda a, r: _size(a, r, "held")),
+    ("peak", lambda a, r: _size(a, r, "peak")),
+    ("step", lambda a, r: _size(a, r, "step_ms")),
+)
+
+
+def table(results: Result) -> list[list[str]]:
+    """Cells; columns of which nothing is known are left out."""
+    cells = [[fill(arm, results) for _, fill in TABLE] for arm in results["arms"]]
+    shown = [i for i in range(len(TABLE)) if any(row[i] for row in cells)]
+    return [[TABLE[i][0] for i in shown], *([row[i] for i in shown] for row in cells)]
+
+
+def told(results: Result) -> str:
+    """For a terminal."""
+    count = results["runs"]
+    head = f"{results['title']}, {count['done']} of {count['of']} runs"
+    note = f"Differences and ratios are to {results['against']}, seed by seed, with a 95 % interval; a * is one without zero."
+    if any(a["against"] and a["against"]["arm"] != results["against"] for a in results["arms"]):
+        note += " A † is to the arm that the difference names."
+    return f"{head}\n\n{rows(table(results))}\n\n{note}" + (f"\n{results['verdict']}" if results["verdict"] else "")
+
+
+def listing(experiments: Path | None = None) -> str:
+    """Every recipe, what it takes, and what came out."""
+    found = recipes(experiments)
+    if not found:
+        raise ValueError(f"There are no recipes in {experiments or EXPERIMENTS}/: go where that folder is, or give a path to a recipe.py.")
+    cells = [["name", "runs", "minutes", "top-1 measured", "what", "paper"]]
+    for path in found:
+        cells.append([name_of(path), *_listed(path)])
+    return rows(cells, texts=3)
+
+
+def _listed(path: Path) -> list[str]:
+    try:
+        recipe = load(path)
+        done = finished(recipe, runs_folders(path, None))
+    except ValueError as e:
+        return ["–", "–", "", _short(str(e), 90), ""]
+    measured = _measured(results_of(recipe, name_of(path), done)) if done else ""
+    minutes = "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
+    return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, _short(recipe.title, 50), _short(recipe.paper, 70)]
+
+
+def _measured(results: Result) -> str:
+    base = next((a["mean"]["top1"] for a in results["arms"] if a["name"] == results["against"]), None)
+    apart = [a["against"]["top1"]["mean"] for a in results["arms"] if a["against"] and a["against"]["top1"]["mean"] is not None]
+    said = f"{results['against']} {percent(base)}"
+    if not apart:
+        return said
+    low, high = _signed(min(apart)), _signed(max(apart))
+    return f"{said}, others {low}" + (f" to {high}" if high != low else "")
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+# The page
+
+INTRODUCTION = """\
+# Results
+
+Everything on this page is written by `halfback reproduce --page` from the files that trainings left in `experiments/`; nothing is
+edited by hand. `halfback reproduce NAME` trains a recipe anew.
+
+Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
+order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
+zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
+ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Times are left out where
+trainings ran side by side.
+"""
+
+
+def page_text(experiments: Path | None = None, page: Path | None = None) -> str:
+    """The page from every results.json, by `order` and then name."""
+    experiments, page = experiments or EXPERIMENTS, page or PAGE
+    found = [(p, json.loads(p.read_text(encoding="utf-8"))) for p in sorted(experiments.glob("*/results.json"))]
+    if not found:
+        raise ValueError(f"There is no results.json in {experiments}/*/: halfback reproduce NAME makes one.")
+    found.sort(key=lambda f: (f[1]["order"], f[1]["name"]))
+    parts = [INTRODUCTION, *(_section(r, os.path.relpath(p.with_name("figure.png"), page.parent)) for p, r in found)]
+    return "\n".join(parts)
+
+
+def page(experiments: Path | None = None, page: Path | None = None) -> Path:
+    text, path = page_text(experiments, page), page or PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    return path
+
+
+def _section(r: Result, drawn: str) -> str:
+    missing = r["runs"]["of"] - r["runs"]["done"]
+    parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
+    parts += [f"**Not complete:** {missing} of {r['runs']['of']} runs are missing."] if missing else []
+    parts += ["**Here:**", _markdown(r)]
+    parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
+    parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
+    parts += [f"![{r['title']}: top-1 of every arm]({Path(drawn).as_posix()})", _made(r)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(r: Result) -> str:
+    head, *body = table(r)
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    group = ""
+    for arm, cells in _grouped(list(zip(r["arms"], body, strict=True))):
+        if arm["group"] != group:
+            group = arm["group"]
+            lines.append([f"**{_cell(group)}**"] + [""] * (len(head) - 1))
+        told = _settings({**({} if arm["method"] == arm["name"] else {"method": arm["method"]}), **arm["changes"]})
+        lines.append([_cell(cells[0]) + (f"<br>{told}" if told else ""), *map(_cell, cells[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _grouped(arms: Sequence[tuple[Result, Any]]) -> list[tuple[Result, Any]]:
+    """Arms of a group together, where the first of them stands."""
+    groups = list(dict.fromkeys(arm["group"] for arm, _ in arms))
+    return sorted(arms, key=lambda pair: groups.index(pair[0]["group"]))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """The method as it is written, and settings as name=value, as code."""
+    said = [str(v) if k == "method" else f"{k}={v}" for k, v in values.items()]
+    return ", ".join(f"`{text}`" for text in said).replace("|", "\\|")
+
+
+def _made(r: Result) -> str:
+    versions = ", ".join(f"{k} {' and '.join(v)}" for k, v in r["versions"].items())
+    dates = r["dates"][0] + (f" to {r['dates'][-1]}" if len(r["dates"]) > 1 else "")
+    seeds = ", ".join(map(str, r["seeds"]))
+    minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
+    made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
+    commits = [re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", c) for c in r["commits"]]  # "-dirty" stays
+    made += f" Commit {', '.join(commits)}." if commits else ""
+    base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
+    return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings of all arms: {_settings(base)}."
+
+
+def figure(results: Result, path: Path) -> None:
+    """Top-1 by arm: seeds as dots, and their mean. What an arm is compared with is a line, and the bar is the paired 95 % interval of
+    the difference to it, so that a bar that misses the line is a clear difference. The paper's figures are open marks."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    arms = [arm for arm, _ in _grouped([(a, None) for a in results["arms"]])]
+    means = {a["name"]: a["mean"]["top1"] for a in arms}
+    groups = list(dict.fromkeys(a["group"] for a in arms))
+    places = [i + 0.6 * groups.index(a["group"]) for i, a in enumerate(arms)]
+    drawn = Figure(figsize=(9, 1.5 + 0.42 * (places[-1] + 1)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    for y, arm in zip(places, arms, strict=True):
+        _draw_arm(axes, y, arm, f"C{groups.index(arm['group']) % 10}", means)
+    labels = [a["name"] if not a["group"] or a["group"] in a["name"] else f"{a['group']}: {a['name']}" for a in arms]
+    axes.set_yticks(places, [_short(text, 60) for text in labels])
+    axes.set_ylim(places[-1] + 0.6, -0.6)
+    axes.margins(x=0.08)
+    axes.set(xlabel="top-1, %: seeds and their mean;\nthe bar is the 95 % interval of the difference, seed by seed")
+    axes.set_title(results["title"], fontsize=11, wrap=True)
+    axes.grid(axis="x", color="0.92")
+    axes.set_axisbelow(True)
+    _legend(drawn, results)
+    content = io.BytesIO()
+    drawn.savefig(content, format="png", dpi=150, metadata={"Software": None})
+    write_bytes(path, content.getvalue())
+
+
+def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None]) -> None:
+    mean, pair = arm["mean"]["top1"], arm["against"] and arm["against"]["top1"]
+    base = means[arm["against"]["arm"]] if arm["against"] else mean
+    if base is not None:
+        axes.plot([base, base], [y - 0.5, y + 0.5], color="0.55", linestyle="--", linewidth=1, zorder=1)
+    values = [v for v in arm["values"]["top1"] if v is not None]
+    axes.scatter(values, [y] * len(values), s=14, color=colour, alpha=0.6, linewidths=0, zorder=3)
+    if base is not None and pair and pair["interval"]:
+        half = (pair["interval"][1] - pair["interval"][0]) / 2
+        axes.errorbar(base + pair["mean"], y, xerr=half, color=colour, capsize=4, zorder=2)
+    if mean is not None:
+        axes.scatter(mean, y, s=42, color=colour, zorder=3)
+    if arm["paper"] is not None:
+        axes.scatter(arm["paper"], y, s=60, marker="D", facecolors="none", edgecolors="0.2", zorder=4)
+
+
+def _legend(drawn: Any, results: Result) -> None:
+    from matplotlib.lines import Line2D
+
+    marks = [Line2D([], [], color="0.55", linestyle="--", linewidth=1, label=f"compared with ({_short(results['against'], 30)})")]
+    if any(a["paper"] is not None for a in results["arms"]):
+        marks.append(Line2D([], [], color="0.2", marker="D", linestyle="", fillstyle="none", markersize=7, label="in the paper"))
+    drawn.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
