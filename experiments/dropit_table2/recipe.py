@@ -2,7 +2,7 @@
 
 from halfback.train import Arm, Recipe, Settings
 
-EPOCHS = 20
+EPOCHS = 30
 
 
 def paper(keep: float, **more) -> str:
@@ -39,8 +39,8 @@ def verdict(results: dict) -> str:
         a = found.get(name)
         if a is None:
             return "not measured yet"
-        d = a["against"]
-        return f"{d['mean']:+.2f} points ({d['low']:+.2f} to {d['high']:+.2f})"
+        d = a["against"]["top1"]
+        return f"{d['mean']:+.2f} points ({d['interval'][0]:+.2f} to {d['interval'][1]:+.2f})"
 
     return (
         f"The largest elements lose little and random ones more: at keep 0.1 Parallel Min-K differs from exact by "
