@@ -116,7 +116,7 @@ def test_resumed_training_is_the_uninterrupted_one(tmp_path, method):
     again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
     assert equal(weights(whole.model), weights(again.model))
     saved = json.loads((tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]["HalfbackCallback"]
-    assert saved["attributes"]["applied"][0]["method"] in method
+    assert saved["attributes"]["saved"]["applied"][0]["method"] in method
     other = trainer(tmp_path / "cut", gpt2(), HalfbackCallback("sbp(keep=0.25)"))
     with pytest.raises(ValueError, match="Give the same methods"):
         other.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
