@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +175,13 @@ def test_mistakes():
         HalfbackCallback("lean", exact_tail=2)
     with pytest.raises(ValueError, match="none of the methods"):
         HalfbackCallback("leaner")
+
+
+def test_the_readmes_lines_run(tmp_path):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "HalfbackCallback" in b)
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no")
+    found = {"Trainer": Trainer, "model": gpt2(), "args": args, "data": data()}
+    exec(block, found)
+    found["trainer"].train()
+    assert applied_to(found["model"])
