@@ -130,16 +130,32 @@ def load_model(spec: str, shape: tuple[int, ...] = (1, 8, 8), classes: int = 10)
 
 def load_for(spec: str, kind: str, shape: tuple[int, ...], classes: int, drop_path: float = 0.0) -> nn.Module:
     """A model with fresh weights, to be trained on images, clips or text (`kind`) of `shape` with so many classes, or words."""
+    own = spec.rpartition(":")[0].endswith(".py")
+    if drop_path and spec not in NAMES[1:] and not spec.startswith("timm:"):
+        raise ValueError(f"drop_path {drop_path} is for {', '.join(NAMES[1:])} and timm's models; {spec!r} takes none.")
+    if kind == "text" and not own and not spec.startswith("hf:"):
+        raise ValueError(f"model {spec!r} takes no text. Give hf:NAME, as hf:gpt2, or a file.py:factory.")
+    if kind == "clips" and not own and not spec.startswith("torchvision:"):
+        raise ValueError(
+            f"model {spec!r} takes no clips. Give one of torchvision's for video, as torchvision:r3d_18, or a file.py:factory."
+        )
+    return _called(Wanted(spec, light=False), lambda: _made_for(spec, kind, shape, classes, drop_path))
+
+
+def _made_for(spec: str, kind: str, shape: tuple[int, ...], classes: int, drop_path: float) -> nn.Module:
     if spec in NAMES:
         return _net(spec, shape, classes, drop_path)
-    if spec.startswith("timm:") and drop_path:
-        return _from_timm(spec[5:], shape, classes, drop_path_rate=drop_path)
-    if drop_path:
-        raise ValueError(f"drop_path {drop_path} is for {', '.join(NAMES[1:])} and timm's models; {spec!r} takes none.")
     if spec.startswith("hf:"):
         return _hf_for(spec, kind, shape, classes)
-    if kind == "text" and not spec.partition(":")[0].endswith(".py"):
-        raise ValueError(f"model {spec!r} takes no text. Give hf:NAME, as hf:gpt2, or a file.py:factory.")
+    if spec not in SMALL:
+        _parts(spec, FORMS)
+    if drop_path:
+        try:
+            return _from_timm(spec[5:], shape, classes, drop_path_rate=drop_path)
+        except TypeError as e:
+            if "drop_path_rate" not in str(e):
+                raise
+            raise ValueError(f"model {spec!r} takes no drop path; leave drop_path {drop_path} out.") from e
     return load_model(spec, shape, classes)
 
 
@@ -151,15 +167,14 @@ def _net(spec: str, shape: tuple[int, ...], classes: int, drop_path: float) -> n
 
 def _hf_for(spec: str, kind: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     """A model of transformers in the size that the data has."""
-    if kind == "clips":
-        raise ValueError(f"model {spec!r}: models of transformers are trained on images and text here; for clips give torchvision:NAME.")
     transformers = _import("transformers", spec[3:])
     wanted = Wanted(spec, dtype="fp32", light=False)
     with _quiet(transformers):
         config = _config(transformers, spec[3:])
         head = _head(transformers, config)
-        if (kind == "images") != (head == "ImageClassification"):
-            raise ValueError(f"model {spec!r} is made for {head or 'no task that is known'}, and the data has {kind}.")
+        fits = {"images": "ImageClassification", "text": "CausalLM"}[kind]
+        if head != fits:  # a model that sees the whole text would be asked for a token that it sees
+            raise ValueError(f"model {spec!r} is made for {head or 'no task that is known'}; {kind} wants one for {fits}.")
         if kind == "images":
             config.num_labels, holder = classes, getattr(config, "vision_config", config)
             for name, value in (("image_size", shape[-1]), ("num_channels", shape[0])):
@@ -171,7 +186,8 @@ def _hf_for(spec: str, kind: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             if (getattr(text, "max_position_embeddings", None) or shape[0]) < shape[0]:
                 text.max_position_embeddings = shape[0]
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                if (getattr(config, name, None) or 0) >= classes:
+                ids = getattr(config, name, None)
+                if any(i is not None and i >= classes for i in (ids if isinstance(ids, (list, tuple)) else [ids])):
                     setattr(config, name, None)
         return _hf_model(wanted, transformers, config, head)
 

@@ -8,9 +8,11 @@ A checkpoint is written beside its place and moved there when it is whole: whate
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +24,73 @@ ROOM = 3  # checkpoints that must fit on the disk before a training begins
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint, and then drop all but the last `keep`."""
-    from safetensors.torch import save_file
-
+    """Write a checkpoint, and then drop all but the last `keep`. One that is there already is the same, and stays."""
     place, making = folder / f"{step:08d}", folder / f".{step:08d}.part"
-    shutil.rmtree(making, ignore_errors=True)
-    try:
-        making.mkdir(parents=True)
-        own, same = _unshared(tensors)
-        save_file(own, str(making / TENSORS))
+    if place in found(folder):
+        return place
+    with _whole(folder, making, f"the checkpoint of step {step} cannot be written to {folder}"):
+        own, same = unshared(tensors)
+        write_tensors(making / TENSORS, own)
         (making / STATE).write_text(json.dumps({"step": step, "same": same, **state}))
-        for name in (TENSORS, STATE):
-            _synced(making / name)
-        shutil.rmtree(place, ignore_errors=True)
+        _synced(making / STATE)
+        _synced(making)
+        shutil.rmtree(place, ignore_errors=True)  # half of one, whose removal was cut
         os.replace(making, place)
         _synced(folder)
-    except Exception as e:  # safetensors has errors of its own for a full disk
-        shutil.rmtree(making, ignore_errors=True)
-        last = latest(folder)
-        there = f"The last whole one is of step {int(last.name)}: free some room and give --resume." if last else "There is none yet."
-        raise OSError(f"the checkpoint of step {step} cannot be written to {folder} ({_told(e)}). {there}") from e
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    _drop(folder, keep)
     return place
 
 
+def save_weights(path: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Weights alone, in a file. It is made in `folder`, that of the checkpoints, where what a kill leaves is cleared."""
+    making = folder / f".{path.name}.part"
+    with _whole(folder, making, f"{path} cannot be written"):
+        own, same = unshared(tensors)
+        write_tensors(making / path.name, own, {"same": repr(same)} if same else None)
+        os.replace(making / path.name, path)
+        _synced(path.parent)
+        making.rmdir()
+
+
+@contextlib.contextmanager
+def _whole(folder: Path, making: Path, failed: str) -> Iterator[None]:
+    """A folder to make something in. When that fails it is gone, and the error says what there is to go on from."""
+    try:
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        yield
+    except Exception as e:  # safetensors has errors of its own for a full disk
+        shutil.rmtree(making, ignore_errors=True)
+        last = latest(folder)
+        there = (
+            f"The last whole checkpoint is of step {int(last.name)}: free some room and give --resume."
+            if last
+            else "There is no checkpoint yet."
+        )
+        raise OSError(f"{failed} ({_told(e)}). {there}") from e
+
+
+def _drop(folder: Path, keep: int) -> None:
+    """All but the last `keep`, and what a kill left half written or half removed."""
+    stay = found(folder)[-keep:]
+    for other in (*folder.glob("[0-9]*"), *folder.glob(".*.part")):
+        if other not in stay:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
+    """On the disk when this returns, and readable by whom a new file is; safetensors alone makes it the owner's only."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, str(path), about)
+    path.chmod(mode)
+    _synced(path)
+
+
 def _told(e: Exception) -> str:
-    return getattr(e, "strerror", None) or str(e).splitlines()[0]
+    return getattr(e, "strerror", None) or next(iter(str(e).splitlines()), "") or type(e).__name__
 
 
 def _synced(path: Path) -> None:
@@ -59,7 +101,7 @@ def _synced(path: Path) -> None:
         os.close(handle)
 
 
-def _unshared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def unshared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each storage once: tied weights under their first name, and the other names of them."""
     own: dict[str, Tensor] = {}
     first: dict[Any, str] = {}
@@ -91,12 +133,18 @@ def load(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load_file(str(place / TENSORS))
         return {**tensors, **{name: tensors[first] for name, first in state["same"].items()}}, state
     except Exception as e:
-        raise ValueError(f"the checkpoint {place} cannot be read ({_told(e)}). Remove it to go on from the one before.") from e
+        raise ValueError(unreadable(place, e)) from e
+
+
+def unreadable(place: Path, e: Exception) -> str:
+    before = [p.name for p in found(place.parent) if p < place]
+    then = f"go on from {before[-1]}" if before else "begin again"
+    return f"the checkpoint {place} cannot be read ({type(e).__name__}: {_told(e)}). Remove it to {then}."
 
 
 def check_room(folder: Path, nbytes: int) -> None:
     """A disk that is too small is known before the training."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     if free < ROOM * nbytes:
         raise OSError(
@@ -132,3 +180,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
         state.setdefault(int(index), {})[key] = value
     groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in saved["groups"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for p, values in optimizer.state.items():  # they lie in memory as their parameter does, which fused optimizers ask for
+        values.update(
+            {
+                k: torch.empty_like(p, dtype=v.dtype).copy_(v)
+                for k, v in values.items()
+                if isinstance(v, Tensor) and v.shape == p.shape and v.ndim
+            }
+        )

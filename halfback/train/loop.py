@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
-import json
+import importlib.util
 import math
+import os
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +33,6 @@ from torch import Tensor, nn
 
 from .. import memory, planner, rewrite
 from ..batches import output_of
-from ..methods import from_json
 from ..models import load_for
 from ..monitor import Monitor
 from ..report import readable
@@ -39,11 +41,12 @@ from . import checkpoint
 from .augment import Augment, normalise
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
-from .settings import Settings, Stopped, methods_of
+from .settings import Settings, Stopped, budget_of, methods_of
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
+INTERRUPTED = 130  # exit code after Ctrl-C
 STOPPED = 75  # exit code of a training that was told to stop, and can go on
 TOP = 5
 
@@ -90,7 +93,10 @@ class Averaged:
         new: Any = list(model.parameters())
         torch._foreach_lerp_(own, new, 1 - decay)
         for a, b in zip(self.model.buffers(), model.buffers(), strict=True):
-            a.copy_(b)
+            if a.is_floating_point():  # statistics of the weights that are averaged, not of the last ones
+                a.lerp_(b, 1 - decay)
+            else:
+                a.copy_(b)
 
 
 def scores_of(model: Callable, x: Tensor) -> Tensor:
@@ -113,48 +119,58 @@ class Training:
     def __init__(self, settings: Settings, folder: Path, say: Callable[[str], Any] = print):
         self.settings, self.folder, self.say = settings, folder, say
         self.device = usable(settings.device)
-        torch.backends.cudnn.benchmark = True  # shapes do not change
         self.data = self._data()
         self.per_epoch = len(self.data.train) // settings.batch
         if not self.per_epoch:
             raise ValueError(f"batch {settings.batch} is more than the {len(self.data.train)} samples of {settings.data}.")
         self.steps = settings.epochs * self.per_epoch
-        self.model = self._model()
-        self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None
-        self.methods = self._methods()
-        self.report = str(rewrite.apply_(self.model, *self.methods)) if self.methods else ""
-        self.optimizer = make_optimizer(settings, self.model)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
-        self.run: Any = torch.compile(self.model) if settings.compile else self.model
         self.augment = Augment(
             settings.crop, settings.flip, settings.randaugment, settings.magnitude, settings.erase, settings.mixup, settings.cutmix
         )
         self.generator = torch.Generator(self.device)
+        self.model = self.run = self._model()
+        self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None
+        self.methods = self._methods()
+        self.report = rewrite.apply_(self.model, *self.methods) if self.methods else ""
+        self.optimizer = make_optimizer(settings, self.model)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self.monitor = Monitor(self.model, settings.monitor) if settings.monitor and self.methods else None
         self.step = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
-        self.seconds = 0.0
+        self.seconds = 0.0  # of training, up to when the epoch began, or went on
+        self.began: float | None = None
         self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
         self.held, self.why_not_held = self._count_held()
+        if settings.compile:
+            self.run = torch.compile(self.model)  # type: ignore[assignment]
 
     # Set up
 
     def _data(self) -> DataSet:
         s = self.settings
         root = None if s.root is None else Path(s.root)
-        return load_set(s.data, root=root, validation=s.validation, seed=s.seed, size=s.size, seq=s.seq).to(self.device)
+        data = load_set(s.data, root=root, validation=s.validation, seed=s.seed, size=s.size, seq=s.seq)
+        given = [k for k in ("crop", "flip", "randaugment", "erase", "mixup", "cutmix", "channels_last") if getattr(s, k)]
+        if data.kind == "text" and given:
+            raise ValueError(f"{', '.join(given)}: that is for images and clips, and {s.data!r} is text. Leave it out.")
+        return data.to(self.device)
 
     def _model(self) -> nn.Module:
         s = self.settings
         torch.manual_seed(s.seed)
         model = load_for(s.model, self.data.kind, self.data.shape, self.data.classes, s.drop_path).to(self.device)
         if s.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        x, y = self._batch(torch.arange(2), 0, augmented=False)
-        with torch.no_grad(), self.autocast():
-            out = scores_of(model.eval(), x)
+            model = model.to(memory_format=self._layout())  # type: ignore[call-overload]
+        x, y = self._batch(torch.arange(min(2, len(self.data.train))), 0, augmented=False)
+        try:
+            with torch.no_grad(), self.autocast():
+                out = scores_of(model.eval(), x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # a model's own errors, of any kind
+            raise ValueError(f"model {s.model!r} does not take {len(x)} samples of {s.data}, {tuple(x.shape)}: {line_of(e)}") from e
         wanted = (*y.shape, self.data.classes)
         if not isinstance(out, Tensor) or out.shape != wanted:
             found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -165,13 +181,14 @@ class Training:
 
     def _methods(self) -> tuple[Any, ...]:
         """As asked for; a budget is planned once, and then the plan holds."""
-        path = self.folder / "methods.json"
-        if self.settings.budget is None:
+        path, budget = self.folder / "methods.json", budget_of(self.settings.budget)
+        if budget is None:
             return methods_of(self.settings.method)
         if path.is_file():
-            return tuple(from_json(m) for m in json.loads(path.read_text()))
-        text = self.settings.budget
-        budget = float(text) if text.replace(".", "", 1).isdigit() and float(text) <= 1 else text
+            try:
+                return methods_of(path.read_text())
+            except ValueError as e:
+                raise ValueError(f"{path}: {e} Remove {self.folder} to begin again.") from e
         plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
         self.say(str(plan))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -211,19 +228,21 @@ class Training:
             x, y = self.augment.mixed(x, y, self.generator, self.data.classes)
         else:
             x = normalise(x, self.data.mean, self.data.deviation)
-        if self.settings.channels_last and x.ndim == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+        if self.settings.channels_last:
+            x = x.contiguous(memory_format=self._layout())
         return x, y
+
+    def _layout(self) -> torch.memory_format:
+        return torch.channels_last_3d if self.data.kind == "clips" else torch.channels_last
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         with self.autocast():
             return loss_from(scores_of(self.run, x), y, self.settings.smoothing)
 
     def seeded(self) -> None:
-        """What this step draws is its own."""
-        seed = seed_from("step", self.settings.seed, self.step)
-        torch.manual_seed(seed)
-        self.generator.manual_seed(seed)
+        """What this step draws is its own; the model's noise and augmentation are not drawn from the same numbers."""
+        torch.manual_seed(seed_from("noise", self.settings.seed, self.step))
+        self.generator.manual_seed(seed_from("step", self.settings.seed, self.step))
 
     def train_step(self, x: Tensor, y: Any) -> None:
         s = self.settings
@@ -232,9 +251,9 @@ class Training:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)
         if self.monitor is not None:
-            with self.autocast():
-                self.monitor((x, y))
-        exact = s.exact_tail and self.step >= (1 - s.exact_tail) * self.steps
+            few = max(2, s.micro // 4)  # their exact backward fits where the approximate one of all did
+            self.monitor(lambda: self._loss(x[:few], y[:few]))
+        exact = s.exact_tail and self.step >= round((1 - s.exact_tail) * self.steps, 6)  # 1 - 0.7 is a little more than 0.3
         with rewrite.exact(self.model) if exact else contextlib.nullcontext():
             for part, target in zip(x.split(s.micro), y.split(s.micro), strict=True):
                 loss = self._loss(part, target) / s.accumulate
@@ -277,23 +296,52 @@ class Training:
     # Checkpoints
 
     def save(self) -> None:
+        self._check_weights()
         optimizer, described = checkpoint.optimizer_state(self.optimizer)
         averaged = {} if self.averaged is None else {f"averaged/{k}": v for k, v in self.averaged.model.state_dict().items()}
         own = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         state = {
             "settings": self.settings.to_json(),
+            "data": self._data_told(),
             "optimizer": described,
             "scaler": self.scaler.state_dict(),
             "draws": [state.mark() for applied in applied_to(self.model) for state in applied.states],
-            "seconds": self.seconds,
+            "seconds": self.seconds + (0 if self.began is None else time.perf_counter() - self.began),
             "best": None if self.best == -math.inf else self.best,
             "last": self.last,
+            "monitor": [] if self.monitor is None else self.monitor.history[:1] + self.monitor.history[1:][-1:],
         }
         tensors = {**own, **optimizer, **averaged, "loss": self.loss}
         checkpoint.save(self.folder / "checkpoints", self.step, tensors, state, self.settings.keep_last)
 
+    def _check_weights(self) -> None:
+        """What is saved can be gone on from: a loss that was still finite may have made weights that are not."""
+        own: Any = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
+        norms = torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)])
+        if not (norms.isfinite().all() & self.loss.isfinite()):
+            raise self._diverged(self.loss.item() / (self.step % self.per_epoch or self.per_epoch))
+
+    def _diverged(self, loss: float) -> ValueError:
+        what = f"the training loss is {loss:.3g}" if not math.isfinite(loss) else "weights are no longer finite"
+        last = checkpoint.latest(self.folder / "checkpoints")
+        there = f"The last checkpoint, of step {int(last.name)}, is from before." if last else "There is no checkpoint yet."
+        advice = "Lower --lr, give --warmup or --clip, or with fp16 try bf16, in another --out."
+        return ValueError(f"{what} at step {self.step} of {self.steps}: training has diverged. {advice} {there}")
+
+    def _data_told(self) -> str:
+        return f"{len(self.data.train)} samples of {tuple(self.data.shape)}, {self.data.classes} classes"
+
     def load(self, place: Path) -> None:
         tensors, state = checkpoint.load(place)
+        try:
+            self._load(tensors, state, place)
+        except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as e:
+            raise ValueError(checkpoint.unreadable(place, e)) from e
+
+    def _load(self, tensors: dict[str, Tensor], state: dict[str, Any], place: Path) -> None:
+        _check_same(self.settings, Settings.from_json(state["settings"]), place)
+        if state.get("data", self._data_told()) != self._data_told():
+            raise ValueError(f"{place} was trained on {state['data']}; now {self.settings.data} has {self._data_told()}. Give that data.")
         self._fill(self.model, "model/", tensors, place)
         if self.averaged is not None:
             self._fill(self.averaged.model, "averaged/", tensors, place)
@@ -306,7 +354,7 @@ class Training:
         self.step, self.seconds, self.last = state["step"], state["seconds"], state["last"]
         self.best = -math.inf if state["best"] is None else state["best"]
         if self.monitor is not None:
-            self.monitor.step = self.step
+            self.monitor.step, self.monitor.history = self.step, state.get("monitor", [])
 
     def _fill(self, model: nn.Module, prefix: str, tensors: dict[str, Tensor], place: Path) -> None:
         own, tensors = model.state_dict(), {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -317,13 +365,8 @@ class Training:
 
     def keep_best(self) -> None:
         """The weights that tested best, alone, for whoever uses the model."""
-        from safetensors.torch import save_file
-
         model = self.averaged.model if self.averaged is not None else self.model
-        own, same = checkpoint._unshared(dict(model.state_dict()))
-        path = self.folder / "best.safetensors"
-        save_file(own, str(path.with_suffix(".part")), {"same": repr(same)} if same else None)
-        path.with_suffix(".part").replace(path)
+        checkpoint.save_weights(self.folder / "best.safetensors", self.folder / "checkpoints", dict(model.state_dict()))
 
     # All of it
 
@@ -335,9 +378,10 @@ class Training:
     def train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
         while self.step < self.steps:
             epoch, first = divmod(self.step, self.per_epoch)
-            began = time.perf_counter()
+            began = self.began = time.perf_counter()
             with self.peak:
                 self._train_epoch(epoch, first, bar, stop)
+            self.began = None
             self._finish_epoch(epoch, first, time.perf_counter() - began, recorder)
             if not self.settings.save_every or self.step % self.settings.save_every == 0 or self.step == self.steps:
                 self.save()
@@ -353,15 +397,15 @@ class Training:
             bar.update(1)
             ends = self.step % self.per_epoch == 0
             if done % LOOKED == 0 or ends:
-                self._look(bar, self.loss.item() / (first + done), done * s.batch / (time.perf_counter() - began), epoch)
+                self._look(bar, self.loss.item() / (first + done), done * s.batch / (time.perf_counter() - began))
             if s.save_every and self.step % s.save_every == 0 and not ends:
                 self.save()
             if stop.asked and not ends:
-                self.seconds += time.perf_counter() - began
                 self._stop(stop)
 
     def _finish_epoch(self, epoch: int, first: int, spent: float, recorder: Recorder) -> None:
         """Test, and note it. A checkpoint comes after that: what is noted beyond the last one is dropped when training goes on."""
+        self._check_weights()
         steps = self.per_epoch - first
         self.seconds += spent
         row: dict[str, Any] = {
@@ -391,12 +435,9 @@ class Training:
         self.save()
         raise Stopped(f"stopped at step {self.step} of {self.steps}; saved. --resume goes on from there.", stop.code)
 
-    def _look(self, bar: Any, loss: float, speed: float, epoch: int) -> None:
+    def _look(self, bar: Any, loss: float, speed: float) -> None:
         if not math.isfinite(loss):
-            raise ValueError(
-                f"the training loss is {loss} in epoch {epoch + 1}, step {self.step}: training has diverged. Lower --lr, give --warmup or "
-                "--clip, or with fp16 try bf16. The last checkpoint is from before."
-            )
+            raise self._diverged(loss)
         told = {"loss": f"{loss:.3f}", "per s": f"{speed:.0f}"}
         if "top1" in self.last:
             told["top-1"] = f"{self.last['top1']:.1f}"
@@ -407,7 +448,7 @@ class Training:
         bar.set_postfix(told, refresh=False)
 
     def result(self, recorder: Recorder) -> dict[str, Any]:
-        s, last = self.settings, recorder.rows[-1]
+        s, last = self.settings, self.last
         times = [r["step_ms"] for r in recorder.rows]
         names = ("top1", "top5", "test_loss", "train_loss", *(("perplexity",) if "perplexity" in last else ()))
         return {
@@ -424,7 +465,7 @@ class Training:
             **{k: max([r[k] for r in recorder.rows if r[k] is not None], default=None) for k in ("peak", "allocated")},
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "methods": " + ".join(str(m) for m in self.methods) or "exact",
-            "report": self.report,
+            "report": str(self.report),
             "device": s.device,
         }
 
@@ -453,19 +494,34 @@ def usable(device: str) -> torch.device:
         found = torch.device(device)
         torch.empty(1, device=found)
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"device {device!r} cannot be used: {str(e).splitlines()[0]} Devices: cpu, cuda.") from e
+        raise ValueError(f"device {device!r} cannot be used: {line_of(e)} Devices: cpu, cuda.") from e
+    if found.type == "meta":
+        raise ValueError("device 'meta' cannot be used: its tensors have no contents. Devices: cpu, cuda.")
     return found
 
 
+def line_of(e: BaseException) -> str:
+    text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    return f"{type(e).__name__}: {text}".rstrip(".: ") + "."
+
+
 class Stop:
-    """SIGTERM and the first Ctrl-C: the step that runs is finished, and saved."""
+    """SIGTERM and the first Ctrl-C: the step that runs is finished, and saved. A second Ctrl-C stops at once.
+
+    Python hands signals to the main thread alone; a training in another one cannot be told to stop.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
-        self.code = STOPPED
+        self.code = 0
+        self.before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self.code != 0
 
     def __enter__(self) -> Stop:
-        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -473,60 +529,116 @@ class Stop:
             signal.signal(s, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if number == signal.SIGINT and self.code == INTERRUPTED:
             raise KeyboardInterrupt
-        self.asked = True
-        self.code = 130 if number == signal.SIGINT else STOPPED
+        self.code = INTERRUPTED if number == signal.SIGINT else self.code or STOPPED
 
 
 @contextlib.contextmanager
 def progress(total: int, done: int) -> Iterator[Any]:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError as e:
-        raise ValueError("train needs tqdm and safetensors: pip install halfback[train].") from e
+    tqdm = importlib.import_module("tqdm").tqdm
     often = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file wants few lines
     with tqdm(total=total, initial=done, unit="step", mininterval=often, maxinterval=often) as bar:
         yield bar
 
 
+@contextlib.contextmanager
+def tuned() -> Iterator[None]:
+    """Shapes do not change, so cuDNN may look for its fastest kernels."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callable[[str], Any] = print) -> dict[str, Any]:
     """Train, in `folder`, from where it stands; gives what result.json has."""
     folder = Path(folder)
+    _check_packages(settings)
     last = _started(settings, folder, resume)
-    training = Training(settings, folder, say)
-    checkpoint.check_room(folder, training.nbytes())
-    if last is not None:
-        training.load(last)
-    recorder = Recorder(folder, settings, resume_at=training.step, tensorboard=settings.tensorboard)
-    write_json(folder / "settings.json", settings.to_json())
-    for note in (*training.data.notes, training.report, *_introduced(training)):
-        if note:
-            say(note)
-    with Stop() as stop, progress(training.steps, training.step) as bar:
-        try:
-            training.train(recorder, bar, stop)
-        except torch.OutOfMemoryError as e:
-            raise MemoryError(_what_fits(training)) from e
+    with tuned():
+        training = _set_up(settings, folder, last, say)
+        recorder = Recorder(folder, settings, resume_at=training.step, tensorboard=settings.tensorboard)
+        if training.last and (not recorder.rows or recorder.rows[-1]["step"] < training.last["step"]):
+            recorder.epoch(**training.last)  # metrics.jsonl was lost; the checkpoint knows its last row
+        write_json(folder / "settings.json", settings.to_json())
+        for line in _introduced(training):
+            say(line)
+        full = False
+        with Stop() as stop, progress(training.steps, training.step) as bar:
+            try:
+                training.train(recorder, bar, stop)
+            except (RuntimeError, MemoryError) as e:
+                full = _out_of_memory(e)
+                if not full:
+                    raise
+        if full:  # here, and not where the error holds on to all that filled the memory
+            raise MemoryError(_what_fits(training))
     result = recorder.finish(training.result(recorder))
     say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{', best.safetensors' * settings.best}")
     return result
 
 
+def _set_up(settings: Settings, folder: Path, last: Path | None, say: Callable[[str], Any]) -> Training:
+    try:
+        training = Training(settings, folder, say)
+        if last is not None:
+            training.load(last)
+    except (RuntimeError, MemoryError) as e:
+        if not _out_of_memory(e):
+            raise
+        raise MemoryError(f"out of memory on {settings.device} before the first step: the model and the data do not fit.") from e
+    if training.step < training.steps:
+        checkpoint.check_room(folder, training.nbytes())
+    return training
+
+
+def _out_of_memory(e: BaseException) -> bool:
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(e)
+
+
+def _check_packages(settings: Settings) -> None:
+    """Known before a training, not at its first checkpoint."""
+    wanted = {
+        "tqdm": "halfback[train]",
+        "safetensors": "halfback[train]",
+        **({"tensorboard": "tensorboard"} if settings.tensorboard else {}),
+    }
+    for name, package in wanted.items():
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"a training needs {name}, which is not there: pip install {package}.")
+
+
 def _started(settings: Settings, folder: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to go on from. What cannot be is told before anything is loaded or written."""
+    _check_folder(folder)
     last = checkpoint.latest(folder / "checkpoints")
     if not resume:
         if last is not None or (folder / "result.json").exists():
             raise ValueError(f"{folder} has a training already. --resume goes on with it; or give another --out.")
+        (folder / "methods.json").unlink(missing_ok=True)  # a plan of a training that did not get far
         return None
     path = folder / "settings.json"
     if path.is_file():
-        other = settings.differs(Settings.load(path))
-        if other:
-            told = ", ".join(f"{k}: {was!r} there, {now!r} now" for k, (now, was) in other.items())
-            raise ValueError(f"{folder} has a training with other settings ({told}). Give those, or another --out.")
+        _check_same(settings, Settings.load(path), folder)
     return last
+
+
+def _check_same(settings: Settings, other: Settings, where: Path) -> None:
+    differs = settings.differs(other)
+    if differs:
+        told = ", ".join(f"{k}: {was!r} there, {now!r} now" for k, (now, was) in differs.items())
+        raise ValueError(f"{where} has a training with other settings ({told}). Give those, or another --out.")
+
+
+def _check_folder(folder: Path) -> None:
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out {folder}: {there} is a file. Give a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {folder}: {there} cannot be written to. Give another folder.")
 
 
 def _introduced(t: Training) -> list[str]:
@@ -534,7 +646,10 @@ def _introduced(t: Training) -> list[str]:
     held = f"{readable(t.held)} held" if t.held is not None else f"held not counted ({t.why_not_held})"
     s = t.settings
     what = f"{s.model}, {count:.1f} million parameters, on {s.data}: {len(t.data.train)} to train on, {len(t.data.test)} to test"
-    return [f"{what}. {t.steps} steps of {s.batch} on {s.device}, {s.dtype}; {held}. Seed {s.seed}."]
+    steps = f"{t.steps} steps of {s.batch}" + (f" in {s.accumulate} parts" if s.accumulate > 1 else "")
+    applied = [line for line in str(t.report).splitlines() if line and "known after" not in line]
+    on = [f"Goes on after step {t.step}."] if 0 < t.step < t.steps else ["It is trained already."] if t.step else []
+    return [*t.data.notes, *applied, f"{what}. {steps} on {s.device}, {s.dtype}; {held}. Seed {s.seed}.", *on]
 
 
 def _told(r: dict[str, Any]) -> str:
@@ -544,40 +659,60 @@ def _told(r: dict[str, Any]) -> str:
 
 
 def _what_fits(t: Training) -> str:
-    """After an out of memory: what would have fitted. The model is counted where memory does not matter."""
+    """After an out of memory: what would have fitted."""
     s = t.settings
     told = f"out of memory on {s.device} with {s.batch} samples" + (f" in {s.accumulate} parts" if s.accumulate > 1 else "") + "."
+    advice = "Give a larger --accumulate, a smaller --batch, or --budget."
+    if t.device.type != "cuda":
+        return f"{told} {advice}"
     try:
-        x, y = (v.cpu() for v in t._batch(torch.arange(2), 0))
-        rewrite.remove_(t.model)
-        t.optimizer.zero_grad(set_to_none=True)
-        model, room = t.model.cpu(), torch.cuda.get_device_properties(t.device).total_memory
-        t.optimizer.state.clear()
-        torch.cuda.empty_cache()
-        room = min(room, torch.cuda.mem_get_info(t.device)[0])
-        most = _most(model, (x, y), t.methods, room, s)
-        said = [f"With {' + '.join(map(str, t.methods)) or 'plain training'} {most} samples fit at once" if most else ""]
-        parts = next((n for n in range(2, s.batch + 1) if s.batch % n == 0 and s.batch // n <= most), None) if most else None
-        said.append(f"--accumulate {parts} runs a batch of {s.batch} in parts of {s.batch // parts}" if parts else "")
-        plan = planner.plan(model, (x, y), room, batch_size=s.micro, device="cuda", optimizer=s.optimizer)
-        said.append(f'--method "{" + ".join(map(str, plan.methods))}" fits {s.micro} samples, with exact gradients' if plan.exact else "")
-        return told + " " + "; ".join(p for p in said if p) + "."
-    except Exception as e:
-        return f"{told} Give a smaller --batch, a larger --accumulate, or --budget. (What fits could not be counted: {type(e).__name__})"
+        return f"{told} {'; '.join(_counted(t)) or advice.rstrip('.')}."
+    except Exception as e:  # whatever a model does that tensors without contents cannot
+        return f"{told} {advice} (What fits could not be counted: {line_of(e)})"
 
 
-def _most(model: nn.Module, batch: Any, methods: tuple[Any, ...], room: int, s: Settings) -> int:
-    """The most samples at once with these methods; autocast's smaller activations are not counted on."""
-    from ..batches import resized
+def _counted(t: Training) -> list[str]:
+    """What fits, of the real step and its autocast, on tensors without contents. The training is over: it gives its memory back."""
+    s = t.settings
+    t.optimizer.zero_grad(set_to_none=True)
+    t.optimizer.state.clear()
+    rewrite.remove_(t.model)
+    t.run = t.model
+    gc.collect()
+    torch.cuda.empty_cache()
+    x, y = t._batch(torch.arange(s.micro) % len(t.data.train), 0)
+    # counted are weights and CUDA itself as well, which are there already
+    room = torch.cuda.mem_get_info(t.device)[0] + sum(v.nbytes for v in t.model.state_dict().values()) + planner.CONTEXT
+    counting = planner.Planner(t.model, lambda: t._loss(x, y), optimizer=s.optimizer)
+    most = _most(t, (x, y), counting.needs, room)
+    if most == s.micro:
+        return [f"counted, they fit into the {readable(room)} that are free now: did others use the device? Else give --accumulate 2"]
+    said = []
+    if most:
+        parts = next(n for n in range(2, s.batch + 1) if s.batch % n == 0 and s.batch // n <= most)
+        said.append(f"{most} fit at once with {' + '.join(map(str, t.methods)) or 'plain training'}: give --accumulate {parts}")
+    with contextlib.suppress(planner.Impossible):
+        plan = planner.plan_with(counting, room)
+        how = f"{'exact' if plan.exact else 'approximate'} gradients, by {_named(plan.methods)}"
+        said.append(f"--budget {room // 2**20}MiB, instead of a --method, fits {s.micro} at once with {how}")
+    return said
 
-    if methods:
-        rewrite.apply_(model, *methods)
+
+def _named(methods: tuple[Any, ...]) -> str:
+    return " + ".join(type(m).__name__ for m in methods) or "plain training"
+
+
+def _most(t: Training, batch: tuple[Tensor, Tensor], needs: Callable[[int], int], room: int) -> int:
+    """The most samples at once with the training's methods."""
+    x, y = batch
+
+    def need(n: int) -> int:
+        found = memory.profile(t.model, lambda: t._loss(x[:n], y[:n]), optimizer=t.settings.optimizer)
+        return planner.total_of(found, needs(found.peak))
+
+    if t.methods:
+        rewrite.apply_(t.model, *t.methods)
     try:
-
-        def need(n: int) -> int:
-            profile = memory.profile(model, resized(batch, n, light=True), device="cuda", optimizer=s.optimizer)
-            return planner.total_of(profile, profile.peak)
-
-        return planner.largest(need, room, 1, s.micro)[0] or 0
+        return planner.largest(need, room, 1, max(1, len(x) // 2), most=len(x))[0] or 0
     finally:
-        rewrite.remove_(model)
+        rewrite.remove_(t.model)

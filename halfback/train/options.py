@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings
+from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings, read_json
 
 ABOUT = """\
-Trains a model with any method, on your data. It can be stopped at any moment: --resume goes on to the same weights, bit for bit on a CPU.
+Trains a model with any method, on your data. It can be stopped at any moment, even killed: --resume goes on from the last checkpoint to
+the same weights, bit for bit on a CPU. Ctrl-C and SIGTERM finish the step and save first; the exit code is then 130 or 75. A second
+Ctrl-C stops at once.
 
-Written to --out: settings.json, metrics.jsonl (a line an epoch), checkpoints/, best.safetensors, and at the end result.json,
-summary.csv, curves.png and report.html.
+Written to --out: settings.json, metrics.jsonl (a line an epoch), checkpoints/, best.safetensors, with --budget methods.json, and at the
+end result.json, summary.csv, curves.png and report.html.
 """
 EXAMPLES = """\
 data:
@@ -43,8 +44,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "root": "where the data lies (default: $HALFBACK_DATA/NAME)",
         "method": 'as "sbp(keep=0.5)+recompute", or a JSON list of methods',
         "budget": "memory instead of a method: 10GiB in all on the device, or 0.4 of the peak of plain training",
-        "size": "pixels a side, of a folder's images",
-        "seq": "tokens of a text",
+        "size": "pixels a side, of a folder's images (default: 224)",
+        "seq": "tokens of a text (default: 256)",
         "seed": "of weights, data order and noise",
         "validation": "test on so many samples of the training set, and leave the test set alone: for choosing settings",
     },
@@ -61,8 +62,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "decay": f"{' or '.join(DECAYS)}: what weight decay is for (default: all for sgd, matrices for adamw)",
         "schedule": f"{', '.join(SCHEDULES)}: how the rate falls",
         "milestones": "of step: the shares of the training after which it falls",
-        "fall": "of step: to this much",
-        "warmup": "epochs in which the rate rises",
+        "fall": "of step: to this much of it, each time",
+        "warmup": "epochs in which the rate rises to it",
         "clip": "the most that the gradient's norm may be",
         "exact_tail": "the last share of the steps with exact gradients",
     },
@@ -82,7 +83,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "device": "cpu or cuda",
         "dtype": f"{', '.join(DTYPES)}: of activations; weights are fp32",
         "compile": "with torch.compile",
-        "channels_last": "of images",
+        "channels_last": "images and clips, and the weights of convolutions, with their channels last in memory",
     },
     "what is kept": {
         "save_every": "steps between checkpoints (default: an epoch)",
@@ -103,13 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     assert not fields, f"options without help: {', '.join(fields)}"
     group = parser.add_argument_group("files")
     group.add_argument("--out", type=Path, default=Path("out/train"), metavar="DIR", help="(default: %(default)s)")
-    group.add_argument("--resume", action="store_true", help="go on where --out stands; with nothing there, begin")
+    group.add_argument("--resume", action="store_true", help="go on where --out stands, with its settings; with nothing there, begin")
     group.add_argument("--settings", type=Path, metavar="FILE", help="settings as JSON; options that are given override them")
 
 
 def _add(group: Any, field: Any, text: str) -> None:
     option, default = "--" + field.name.replace("_", "-"), field.default
-    shown = "" if "default" in text or default in (None, False, 0, ()) else f" (default: {default if default is not True else 'on'})"
+    usual = "on" if default is True else " ".join(map(str, default)) if isinstance(default, tuple) else default
+    shown = "" if "default" in text or default in (None, False, 0, ()) else f" (default: {usual})"
     about = {"dest": field.name, "default": argparse.SUPPRESS, "help": text + shown}
     if isinstance(default, bool):
         group.add_argument(option, action=argparse.BooleanOptionalAction, **about)
@@ -127,8 +129,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
     path = args.settings or (args.out / "settings.json" if args.resume and (args.out / "settings.json").is_file() else None)
     if path is not None and not path.is_file():
         raise FileNotFoundError(f"--settings {path}: there is no such file.")
-    base = {} if path is None else json.loads(json.dumps(Settings.load(path).to_json()))
-    return Settings.from_json({**base, **given})
+    if path is None:
+        return Settings.from_json(given)
+    Settings.load(path)  # what is wrong in the file is told as of the file
+    return Settings.from_json({**read_json(path), **given}, str(path))
 
 
 def main(args: argparse.Namespace) -> None:

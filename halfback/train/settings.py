@@ -7,9 +7,11 @@ state.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,33 @@ SCHEDULES = ("cosine", "step", "constant")
 DTYPES = ("fp32", "bf16", "fp16")
 DECAYS = ("all", "matrices")
 PATHS = ("root", "device", "save_every", "keep_last", "best", "tensorboard")  # how, not what: they may differ when a training goes on
+
+
+KINDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (  # what a setting's type is called, and what it is; the first that fits
+    ("tuple", "a list of finite numbers", lambda v: isinstance(v, (list, tuple)) and all(_number(x) for x in v)),
+    ("str", "a text", lambda v: isinstance(v, str)),
+    ("bool", "true or false", lambda v: isinstance(v, bool)),
+    ("int", "a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    ("float", "a finite number", lambda v: _number(v)),
+)
+RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("epochs", "batch", "accumulate", "keep_last"), lambda v: v >= 1, "at least 1"),
+    (
+        ("validation", "warmup", "crop", "randaugment", "mixup", "cutmix", "weight_decay", "save_every", "monitor"),
+        lambda v: v >= 0,
+        "at least 0",
+    ),
+    (("momentum", "smoothing", "drop_path", "erase", "exact_tail"), lambda v: 0 <= v <= 1, "in [0, 1]"),
+    (("lr", "fall", "clip"), lambda v: v > 0, "above 0"),
+    (("magnitude",), lambda v: 0 <= v <= 10, "in [0, 10]"),
+    (("ema",), lambda v: 0 < v < 1, "in (0, 1), as 0.999"),
+    (("seed",), lambda v: 0 <= v < 2**63, "at least 0, and below 2**63"),
+)
+SHARES = {"betas": "two numbers in [0, 1)", "milestones": "shares of the training, in [0, 1]"}
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class Stopped(Exception):
@@ -90,39 +119,46 @@ class Settings:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("betas", "milestones"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_types()
         for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("dtype", DTYPES), ("decay", (None, *DECAYS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(k for k in known if k)}.")
         self._check_numbers()
         self._check_together()
         methods_of(self.method)
+        budget_of(self.budget)
+
+    def _check_types(self) -> None:
+        """A setting from a file may be anything. Lists become tuples, whole numbers floats where those are meant."""
+        for f in dataclasses.fields(self):
+            value, kind = getattr(self, f.name), str(f.type)
+            if value is None and (f.default is None or "None" in kind):
+                continue
+            wanted, check = next((w, c) for name, w, c in KINDS if name in kind)
+            if not check(value):
+                raise ValueError(f"{f.name} {value!r} must be {wanted}.")
+            if "float" in kind:
+                object.__setattr__(self, f.name, tuple(map(float, value)) if "tuple" in kind else float(value))
+        for name, value in (("betas", self.betas), ("milestones", self.milestones)):
+            if not all(0 <= v <= 1 for v in value) or (name == "betas" and (len(value) != 2 or max(value) == 1)):
+                raise ValueError(f"{name} {', '.join(f'{v:g}' for v in value)} must be {SHARES[name]}.")
 
     def _check_numbers(self) -> None:
         usual = {"sgd": (0.1, 5e-4), "adamw": (1e-3, 0.05)}[self.optimizer]
         for name, value in zip(("lr", "weight_decay"), usual, strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in ("epochs", "batch", "accumulate", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1.")
-        for name in ("validation", "warmup", "crop", "randaugment", "mixup", "cutmix", "weight_decay", "save_every", "monitor"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} {getattr(self, name)} must not be below 0.")
-        for name in ("momentum", "smoothing", "drop_path", "erase", "exact_tail"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be in [0, 1].")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr {self.lr} must be above 0.")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema {self.ema} must be in (0, 1), as 0.999.")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip {self.clip} must be above 0.")
+        for names, right, wanted in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not right(value):
+                    raise ValueError(f"{name} {value} must be {wanted}.")
 
     def _check_together(self) -> None:
         if self.batch % self.accumulate:
             raise ValueError(f"batch {self.batch} cannot be run in {self.accumulate} parts of one size (accumulate).")
+        if self.warmup > self.epochs:
+            raise ValueError(f"warmup {self.warmup:g} is longer than the training of {self.epochs} epochs; lr would never be reached.")
         if self.budget is not None and self.method != "exact":
             raise ValueError(f"budget {self.budget} chooses the methods itself; leave method {self.method!r} out, or the budget.")
         if self.dtype == "fp16" and self.device == "cpu":
@@ -141,7 +177,8 @@ class Settings:
 
     def changed(self) -> dict[str, Any]:
         """What differs from the defaults."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        usual = {**Settings(optimizer=self.optimizer).to_json(), "optimizer": Settings.optimizer}
+        return {k: v for k, v in self.to_json().items() if v != usual[k]}
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -152,22 +189,44 @@ class Settings:
         if not isinstance(data, dict) or set(data) - known:
             unknown = ", ".join(sorted(set(data) - known)) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"{where}: {unknown} is no setting of a training. Known: {', '.join(sorted(known))}.")
-        try:
-            return cls(**data)
-        except TypeError as e:
-            raise ValueError(f"{where}: {e}.") from e
+        return cls(**data)
 
     @classmethod
     def load(cls, path: Path) -> Settings:
+        data = read_json(path)
         try:
-            return cls.from_json(json.loads(path.read_text()), str(path))
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path} is no JSON: {e}.") from e
+            return cls.from_json(data, str(path))
+        except ValueError as e:
+            raise e if str(e).startswith(str(path)) else ValueError(f"{path}: {e}") from e
 
     def differs(self, other: Settings) -> dict[str, tuple[Any, Any]]:
         """What makes another training of it: settings that may not change when one goes on."""
         mine, theirs = self.to_json(), other.to_json()
         return {k: (mine[k], theirs[k]) for k in mine if k not in PATHS and mine[k] != theirs[k]}
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as e:  # a text that is no UTF-8 is one too
+        raise ValueError(f"{path} is no JSON: {e}.") from e
+
+
+def budget_of(text: str | None) -> float | int | None:
+    """Bytes on the device, or a share of the peak of plain training."""
+    from ..planner import parse_size
+
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise ValueError(
+            f"budget {text!r} is neither a size, as 10GiB or 800MiB, nor a share in (0, 1] of the peak of plain training."
+        ) from e
 
 
 def methods_of(method: str) -> tuple[Any, ...]:
