@@ -275,7 +275,8 @@ def table(rows: list[dict]) -> str:
             mark = "" if r["used"] <= 1 and abs(r["time_error"]) <= 0.1 else "  MISSED"
             lines.append(
                 f"{r['model']:11} {r['budget']:5} {r['prefer']:5} used {r['used']:.3f}, time {r['time_ratio']:.3f} "
-                f"({r['time_error']:+.1%}; estimated {r['estimated_time']:.2f}), needs {r['room_needed']} of {r['total_gib']:.2f} GiB{mark}  {r['label']}"
+                f"({r['time_error']:+.1%}; estimated {r['estimated_time']:.2f}), "
+                f"needs {r['room_needed']} of {r['total_gib']:.2f} GiB{mark}  {r['label']}"
             )
         elif r["part"] == "plan":
             lines.append(f"{r['model']:11} {r['budget']:5} {r['prefer']:5} impossible, smallest {r['smallest']:.3f}")

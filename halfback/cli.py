@@ -122,9 +122,7 @@ examples:
   halfback reproduce dropit_table2 --side-by-side 8 --minutes 10     ten minutes of it, eight trainings at a time
   halfback reproduce --page                                          write docs/results.md anew
 """
-WRITING = f"""\
-methods:
-  exact                          plain training; added if it is missing. The first method is what ratios are relative to
+METHODS = """\
   sbp(keep=0.5)                  the backward pass through half of the positions; attention='qkv' holds less still
   lean                           exact gradients; what is cheap to compute from what is held anyway is not held
   dropit(keep=0.1)               lean, and weight gradients from sparse inputs where nobody else holds them; activation_bits=4 holds
@@ -133,7 +131,16 @@ methods:
   chunkedloss                    exact; a language model's scores of all words are computed for some tokens at a time
   skiptokens(keep=0.5)           half of the tokens skip the blocks, which changes the forward in training
   sbp(keep=0.5)+lean             both; any of these can be joined, as sbp(keep=0.5)+recompute, but for skiptokens with sbp
-  Known: {", ".join(KNOWN)}. Separate by commas; quote the list for the shell.
+"""
+ONE_METHOD = f"""\
+methods:
+  exact                          plain training
+{METHODS}
+"""
+WRITING = f"""\
+methods:
+  exact                          plain training; added if it is missing. The first method is what ratios are relative to
+{METHODS}  Known: {", ".join(KNOWN)}. Separate by commas; quote the list for the shell.
 
 """
 
@@ -158,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
         ("fit", "the largest batch, image or text that fits, with each method", FIT, MODELS + WRITING + FIT_EXAMPLES, _add_fit),
         ("audit", "approximate against exact gradients, layer by layer", AUDIT, MODELS + WRITING + AUDIT_EXAMPLES, _add_audit),
         ("compare", "train with each method and compare", COMPARE, WRITING + COMPARE_EXAMPLES, _add_compare),
-        ("train", "train a model, with any method", options.ABOUT, WRITING + options.EXAMPLES, options.add_arguments),
+        ("train", "train a model, with any method", options.ABOUT, ONE_METHOD + options.EXAMPLES, options.add_arguments),
         ("reproduce", "run the papers' experiments again", REPRODUCE, REPRODUCE_EXAMPLES, reproduce.add_arguments),
     ):
         fill(commands.add_parser(name, help=told, description=about, epilog=more, formatter_class=raw))

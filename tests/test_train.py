@@ -23,9 +23,10 @@ from torch import nn
 
 import halfback as hb
 from halfback.cli import main
-from halfback.train import checkpoint, loop, options
+from halfback.train import checkpoint, fits, loop, options
 from halfback.train.augment import Augment
-from halfback.train.loop import Averaged, Stop, Training, loss_from, make_optimizer, rate, train
+from halfback.train.loop import Training, train
+from halfback.train.pieces import Averaged, Stop, loss_from, make_optimizer, rate
 from halfback.train.record import read_rows
 from halfback.train.settings import Settings, budget_of
 
@@ -1206,6 +1207,6 @@ def test_what_fits_is_counted_with_the_training_s_own_step(free, wanted, tmp_pat
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     monkeypatch.setattr(loop.planner, "CONTEXT", 0)
-    found = loop._counted(t)
+    found = fits.counted(t)
     assert len(found) == len(wanted) and all(f.startswith(w) for f, w in zip(found, wanted, strict=True)), found
     assert not t.optimizer.state and not loop.applied_to(t.model)

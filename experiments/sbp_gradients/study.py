@@ -27,7 +27,8 @@ import torch
 import halfback as hb
 from halfback.compare import surroundings
 from halfback.rewrite import apply_
-from halfback.train.loop import Stop, Training, progress
+from halfback.train.loop import Training
+from halfback.train.pieces import Stop, progress
 from halfback.train.record import write_json
 from halfback.train.settings import Settings
 from halfback.trained import consistency, gradient_norms, similarity

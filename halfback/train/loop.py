@@ -12,33 +12,27 @@ Everything that a step draws is seeded from (seed, step), so a checkpoint holds 
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import importlib
 import importlib.util
 import math
 import os
-import signal
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import memory, planner, rewrite
-from ..batches import output_of
 from ..models import load_for
 from ..monitor import Monitor
 from ..report import readable
 from ..untouched import applied_to
 from . import checkpoint
 from .augment import Augment, normalise
+from .fits import what_fits
+from .pieces import Averaged, Peak, Stop, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
 from .settings import Settings, Stopped, budget_of, methods_of
@@ -46,71 +40,7 @@ from .settings import Settings, Stopped, budget_of, methods_of
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
-INTERRUPTED = 130  # exit code after Ctrl-C
-STOPPED = 75  # exit code of a training that was told to stop, and can go on
 TOP = 5
-
-
-# The pieces
-
-
-def rate(settings: Settings, step: int, per_epoch: int) -> float:
-    """The learning rate of a step."""
-    total, warm = settings.epochs * per_epoch, settings.warmup * per_epoch
-    if step < warm:
-        return settings.lr * (step + 1) / (warm + 1)
-    done = (step - warm) / max(1, total - warm)
-    if settings.schedule == "cosine":
-        return settings.lr * (1 + math.cos(math.pi * done)) / 2
-    if settings.schedule == "step":
-        return settings.lr * settings.fall ** sum(step / total >= m for m in settings.milestones)
-    return settings.lr
-
-
-def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = trained if settings.decays == "all" else [p for p in trained if p.ndim > 1]
-    others = [] if settings.decays == "all" else [p for p in trained if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [g for g in groups if g["params"]]
-    fused = settings.device.startswith("cuda")
-    if settings.optimizer == "sgd":
-        nesterov = settings.nesterov and settings.momentum > 0
-        return torch.optim.SGD(groups, settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
-    return torch.optim.AdamW(groups, settings.lr, betas=settings.betas, fused=fused)
-
-
-class Averaged:
-    """A moving average of the weights, in a model of its own."""
-
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = copy.deepcopy(model).eval().requires_grad_(False), decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))  # the first weights are soon forgotten
-        own: Any = list(self.model.parameters())
-        new: Any = list(model.parameters())
-        torch._foreach_lerp_(own, new, 1 - decay)
-        for a, b in zip(self.model.buffers(), model.buffers(), strict=True):
-            if a.is_floating_point():  # statistics of the weights that are averaged, not of the last ones
-                a.lerp_(b, 1 - decay)
-            else:
-                a.copy_(b)
-
-
-def scores_of(model: Callable, x: Tensor) -> Tensor:
-    return output_of(model(x))
-
-
-def loss_from(scores: Tensor, y: Tensor, smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
-    """Cross entropy with classes or soft targets; of texts, over all tokens."""
-    if scores.ndim == 3 and y.ndim == 2:
-        scores, y = scores.flatten(0, 1), y.flatten()
-    return F.cross_entropy(scores, y, label_smoothing=smoothing, reduction=reduction)
-
-
-# The training
 
 
 class Training:
@@ -470,89 +400,6 @@ class Training:
         }
 
 
-class Peak:
-    """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer, data, and gradients."""
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.model, self.device = model, device
-        self.most: int | None = None
-        self.allocated: int | None = None  # with all that stays
-
-    def __enter__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def __exit__(self, *exc: Any) -> None:
-        if self.device.type == "cuda" and not any(exc):
-            gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-            self.allocated = torch.cuda.max_memory_allocated(self.device)
-            self.most = self.allocated - torch.cuda.memory_allocated(self.device) - gradients
-
-
-def usable(device: str) -> torch.device:
-    try:
-        found = torch.device(device)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"device {device!r} cannot be used: {line_of(e)} Devices: cpu, cuda.") from e
-    if found.type == "meta":
-        raise ValueError("device 'meta' cannot be used: its tensors have no contents. Devices: cpu, cuda.")
-    return found
-
-
-def line_of(e: BaseException) -> str:
-    text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
-    return f"{type(e).__name__}: {text}".rstrip(".: ") + "."
-
-
-class Stop:
-    """SIGTERM and the first Ctrl-C: the step that runs is finished, and saved. A second Ctrl-C stops at once.
-
-    Python hands signals to the main thread alone; a training in another one cannot be told to stop.
-    """
-
-    def __init__(self) -> None:
-        self.code = 0
-        self.before: dict[int, Any] = {}
-
-    @property
-    def asked(self) -> bool:
-        return self.code != 0
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        for s, handler in self.before.items():
-            signal.signal(s, handler)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self.code == INTERRUPTED:
-            raise KeyboardInterrupt
-        self.code = INTERRUPTED if number == signal.SIGINT else self.code or STOPPED
-
-
-@contextlib.contextmanager
-def progress(total: int, done: int) -> Iterator[Any]:
-    tqdm = importlib.import_module("tqdm").tqdm
-    often = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file wants few lines
-    with tqdm(total=total, initial=done, unit="step", mininterval=often, maxinterval=often) as bar:
-        yield bar
-
-
-@contextlib.contextmanager
-def tuned() -> Iterator[None]:
-    """Shapes do not change, so cuDNN may look for its fastest kernels."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callable[[str], Any] = print) -> dict[str, Any]:
     """Train, in `folder`, from where it stands; gives what result.json has."""
     folder = Path(folder)
@@ -575,7 +422,7 @@ def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callab
                 if not full:
                     raise
         if full:  # here, and not where the error holds on to all that filled the memory
-            raise MemoryError(_what_fits(training))
+            raise MemoryError(what_fits(training))
     result = recorder.finish(training.result(recorder))
     say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{', best.safetensors' * settings.best}")
     return result
@@ -656,63 +503,3 @@ def _told(r: dict[str, Any]) -> str:
     what = f"top-1 {r['top1']:.2f} %, top-5 {r['top5']:.2f} %, test loss {r['test_loss']:.3f}, training loss {r['train_loss']:.3f}"
     peak = f", peak {readable(r['peak'])}" if r["peak"] is not None else ""
     return f"{r['methods']}: {what}; {r['step_ms']:.1f} ms a step{peak}"
-
-
-def _what_fits(t: Training) -> str:
-    """After an out of memory: what would have fitted."""
-    s = t.settings
-    told = f"out of memory on {s.device} with {s.batch} samples" + (f" in {s.accumulate} parts" if s.accumulate > 1 else "") + "."
-    advice = "Give a larger --accumulate, a smaller --batch, or --budget."
-    if t.device.type != "cuda":
-        return f"{told} {advice}"
-    try:
-        return f"{told} {'; '.join(_counted(t)) or advice.rstrip('.')}."
-    except Exception as e:  # whatever a model does that tensors without contents cannot
-        return f"{told} {advice} (What fits could not be counted: {line_of(e)})"
-
-
-def _counted(t: Training) -> list[str]:
-    """What fits, of the real step and its autocast, on tensors without contents. The training is over: it gives its memory back."""
-    s = t.settings
-    t.optimizer.zero_grad(set_to_none=True)
-    t.optimizer.state.clear()
-    rewrite.remove_(t.model)
-    t.run = t.model
-    gc.collect()
-    torch.cuda.empty_cache()
-    x, y = t._batch(torch.arange(s.micro) % len(t.data.train), 0)
-    # counted are weights and CUDA itself as well, which are there already
-    room = torch.cuda.mem_get_info(t.device)[0] + sum(v.nbytes for v in t.model.state_dict().values()) + planner.CONTEXT
-    counting = planner.Planner(t.model, lambda: t._loss(x, y), optimizer=s.optimizer)
-    most = _most(t, (x, y), counting.needs, room)
-    if most == s.micro:
-        return [f"counted, they fit into the {readable(room)} that are free now: did others use the device? Else give --accumulate 2"]
-    said = []
-    if most:
-        parts = next(n for n in range(2, s.batch + 1) if s.batch % n == 0 and s.batch // n <= most)
-        said.append(f"{most} fit at once with {' + '.join(map(str, t.methods)) or 'plain training'}: give --accumulate {parts}")
-    with contextlib.suppress(planner.Impossible):
-        plan = planner.plan_with(counting, room)
-        how = f"{'exact' if plan.exact else 'approximate'} gradients, by {_named(plan.methods)}"
-        said.append(f"--budget {room // 2**20}MiB, instead of a --method, fits {s.micro} at once with {how}")
-    return said
-
-
-def _named(methods: tuple[Any, ...]) -> str:
-    return " + ".join(type(m).__name__ for m in methods) or "plain training"
-
-
-def _most(t: Training, batch: tuple[Tensor, Tensor], needs: Callable[[int], int], room: int) -> int:
-    """The most samples at once with the training's methods."""
-    x, y = batch
-
-    def need(n: int) -> int:
-        found = memory.profile(t.model, lambda: t._loss(x[:n], y[:n]), optimizer=t.settings.optimizer)
-        return planner.total_of(found, needs(found.peak))
-
-    if t.methods:
-        rewrite.apply_(t.model, *t.methods)
-    try:
-        return planner.largest(need, room, 1, max(1, len(x) // 2), most=len(x))[0] or 0
-    finally:
-        rewrite.remove_(t.model)

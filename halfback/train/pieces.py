@@ -1,0 +1,162 @@
+"""What the loop is made of: the rate, the optimizer, averaged weights, the loss, and who watches memory, signals and progress."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..batches import output_of
+from .settings import Settings
+
+INTERRUPTED = 130  # exit code after Ctrl-C
+STOPPED = 75  # exit code of a training that was told to stop, and can go on
+
+
+def rate(settings: Settings, step: int, per_epoch: int) -> float:
+    """The learning rate of a step."""
+    total, warm = settings.epochs * per_epoch, settings.warmup * per_epoch
+    if step < warm:
+        return settings.lr * (step + 1) / (warm + 1)
+    done = (step - warm) / max(1, total - warm)
+    if settings.schedule == "cosine":
+        return settings.lr * (1 + math.cos(math.pi * done)) / 2
+    if settings.schedule == "step":
+        return settings.lr * settings.fall ** sum(step / total >= m for m in settings.milestones)
+    return settings.lr
+
+
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = trained if settings.decays == "all" else [p for p in trained if p.ndim > 1]
+    others = [] if settings.decays == "all" else [p for p in trained if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [g for g in groups if g["params"]]
+    fused = settings.device.startswith("cuda")
+    if settings.optimizer == "sgd":
+        nesterov = settings.nesterov and settings.momentum > 0
+        return torch.optim.SGD(groups, settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
+    return torch.optim.AdamW(groups, settings.lr, betas=settings.betas, fused=fused)
+
+
+class Averaged:
+    """A moving average of the weights, in a model of its own."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = copy.deepcopy(model).eval().requires_grad_(False), decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))  # the first weights are soon forgotten
+        own: Any = list(self.model.parameters())
+        new: Any = list(model.parameters())
+        torch._foreach_lerp_(own, new, 1 - decay)
+        for a, b in zip(self.model.buffers(), model.buffers(), strict=True):
+            if a.is_floating_point():  # statistics of the weights that are averaged, not of the last ones
+                a.lerp_(b, 1 - decay)
+            else:
+                a.copy_(b)
+
+
+def scores_of(model: Callable, x: Tensor) -> Tensor:
+    return output_of(model(x))
+
+
+def loss_from(scores: Tensor, y: Tensor, smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
+    """Cross entropy with classes or soft targets; of texts, over all tokens."""
+    if scores.ndim == 3 and y.ndim == 2:
+        scores, y = scores.flatten(0, 1), y.flatten()
+    return F.cross_entropy(scores, y, label_smoothing=smoothing, reduction=reduction)
+
+
+class Peak:
+    """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer, data, and gradients."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.model, self.device = model, device
+        self.most: int | None = None
+        self.allocated: int | None = None  # with all that stays
+
+    def __enter__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.device.type == "cuda" and not any(exc):
+            gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            self.allocated = torch.cuda.max_memory_allocated(self.device)
+            self.most = self.allocated - torch.cuda.memory_allocated(self.device) - gradients
+
+
+def usable(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"device {device!r} cannot be used: {line_of(e)} Devices: cpu, cuda.") from e
+    if found.type == "meta":
+        raise ValueError("device 'meta' cannot be used: its tensors have no contents. Devices: cpu, cuda.")
+    return found
+
+
+def line_of(e: BaseException) -> str:
+    text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    return f"{type(e).__name__}: {text}".rstrip(".: ") + "."
+
+
+class Stop:
+    """SIGTERM and the first Ctrl-C: the step that runs is finished, and saved. A second Ctrl-C stops at once.
+
+    Python hands signals to the main thread alone; a training in another one cannot be told to stop.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self.code != 0
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and self.code == INTERRUPTED:
+            raise KeyboardInterrupt
+        self.code = INTERRUPTED if number == signal.SIGINT else self.code or STOPPED
+
+
+@contextlib.contextmanager
+def progress(total: int, done: int) -> Iterator[Any]:
+    tqdm = importlib.import_module("tqdm").tqdm
+    often = 0.5 if sys.stderr.isatty() else 30  # seconds; a log file wants few lines
+    with tqdm(total=total, initial=done, unit="step", mininterval=often, maxinterval=often) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
+def tuned() -> Iterator[None]:
+    """Shapes do not change, so cuDNN may look for its fastest kernels."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
