@@ -453,7 +453,10 @@ def test_audit_trains_if_asked_to(capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["profile", "vit"], "model 'vit' is unknown. Models: small-vit, timm:NAME, torchvision:NAME, path/to/file.py:factory, hf:NAME"),
+        (
+            ["profile", "vit"],
+            "convnext, timm:NAME, torchvision:NAME, path/to/file.py:factory, hf:NAME",
+        ),
         (["profile", "hf:"], "model 'hf:' is unknown"),
         (["profile", "timm:nothing_like_it"], "timm has no such model"),
         (["profile", "torchvision:nothing"], "torchvision has no such model"),
@@ -496,7 +499,7 @@ def test_audit_trains_if_asked_to(capsys):
         (["audit", "small-vit", "--method", "lean", "--masks", "0"], "--masks 0 must be at least 1"),
         (["audit", "small-vit", "--method", "lean", "--data", "digits", "--batch", "9999"], "fewer than the 9999"),
         (["audit", "small-vit", "--method", "lean", "--data", "digits", "--size", "8"], "leave --size and --seq out"),
-        (["audit", "GPT2", "--method", "lean", "--data", "digits"], "is unknown. Models: small-vit, timm:NAME"),
+        (["audit", "GPT2", "--method", "lean", "--data", "digits"], "is unknown. Models: small-vit, small-vit-mean"),
         (["compare", "--html", "nowhere/page.html"], "there is no folder nowhere"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],

@@ -181,7 +181,7 @@ def test_models_by_name(tmp_path):
     for spec, message in {
         f"{tmp_path}/mine.py:other": "no function other. It has: make, bad",
         f"{tmp_path}/mine.py:bad": "returned int, not a torch.nn.Module",
-        "resnet": "'resnet' is unknown. Models: small-vit, timm:NAME",
+        "resnet": "'resnet' is unknown. Models: small-vit, small-vit-mean",
     }.items():
         with pytest.raises(ValueError, match=message):
             load_model(spec)

@@ -40,12 +40,12 @@ def counted(t: Training) -> list[str]:
     t.run = t.model
     gc.collect()
     torch.cuda.empty_cache()
-    x, y = t._batch(torch.arange(s.micro) % len(t.data.train), 0)
+    x, y = t._batch(torch.arange(t.micro) % len(t.data.train), 0)
     # counted are weights and CUDA itself as well, which are there already
     room = torch.cuda.mem_get_info(t.device)[0] + sum(v.nbytes for v in t.model.state_dict().values()) + planner.CONTEXT
     counting = planner.Planner(t.model, lambda: t._loss(x, y), optimizer=s.optimizer)
     most = _most(t, (x, y), counting.needs, room)
-    if most == s.micro:
+    if most == t.micro:
         return [f"counted, they fit into the {readable(room)} that are free now: did others use the device? Else give --accumulate 2"]
     said = []
     if most:
@@ -54,7 +54,7 @@ def counted(t: Training) -> list[str]:
     with contextlib.suppress(planner.Impossible):
         plan = planner.plan_with(counting, room)
         how = f"{'exact' if plan.exact else 'approximate'} gradients, by {_named(plan.methods)}"
-        said.append(f"--budget {room // 2**20}MiB, instead of a --method, fits {s.micro} at once with {how}")
+        said.append(f"--budget {room // 2**20}MiB, instead of a --method, fits {t.micro} at once with {how}")
     return said
 
 

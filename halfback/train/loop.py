@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
+from ..methods import from_json
 from ..models import load_for
 from ..monitor import Monitor
 from ..report import readable
@@ -32,7 +34,7 @@ from ..untouched import applied_to
 from . import checkpoint
 from .augment import Augment, normalise
 from .fits import what_fits
-from .pieces import Averaged, Peak, Stop, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
+from .pieces import Averaged, Peak, Stop, World, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
 from .settings import Settings, Stopped, budget_of, methods_of
@@ -47,8 +49,13 @@ class Training:
     """One training, in a folder of its own."""
 
     def __init__(self, settings: Settings, folder: Path, say: Callable[[str], Any] = print):
-        self.settings, self.folder, self.say = settings, folder, say
-        self.device = usable(settings.device)
+        self.world = World()
+        self.settings, self.folder, self.say = settings, folder, say if self.world.first else lambda text: None
+        self.device = usable(self.world.device(settings.device))
+        self.micro, over = divmod(settings.batch, self.world.size * settings.accumulate)
+        if over or not self.micro:
+            parts = f"{self.world.size} processes" + (f" in {settings.accumulate} parts" if settings.accumulate > 1 else "")
+            raise ValueError(f"batch {settings.batch} cannot be shared evenly by {parts}.")
         self.data = self._data()
         self.per_epoch = len(self.data.train) // settings.batch
         if not self.per_epoch:
@@ -75,6 +82,8 @@ class Training:
         self.held, self.why_not_held = self._count_held()
         if settings.compile:
             self.run = torch.compile(self.model)  # type: ignore[assignment]
+        if self.world.size > 1:
+            self.run = DistributedDataParallel(self.run)
 
     # Set up
 
@@ -119,15 +128,18 @@ class Training:
                 return methods_of(path.read_text())
             except ValueError as e:
                 raise ValueError(f"{path}: {e} Remove {self.folder} to begin again.") from e
-        plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
-        self.say(str(plan))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [m.to_json() for m in plan.methods])
-        return plan.methods
+        methods: Any = None
+        if self.world.first:
+            plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
+            self.say(str(plan))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            methods = [m.to_json() for m in plan.methods]
+            write_json(path, methods)
+        return tuple(from_json(m) for m in self.world.firsts(methods))
 
     def _one_batch(self) -> Callable[[], Tensor]:
         """A batch as plan and profile take it: a function, as the loss is computed in autocast."""
-        x, y = self._batch(torch.arange(self.settings.micro) % len(self.data.train), 0)
+        x, y = self._batch(torch.arange(self.micro) % len(self.data.train), 0)
         return lambda: self._loss(x, y)
 
     def _count_held(self) -> tuple[int | None, str]:
@@ -171,8 +183,9 @@ class Training:
 
     def seeded(self) -> None:
         """What this step draws is its own; the model's noise and augmentation are not drawn from the same numbers."""
-        torch.manual_seed(seed_from("noise", self.settings.seed, self.step))
-        self.generator.manual_seed(seed_from("step", self.settings.seed, self.step))
+        own = (self.settings.seed, self.step, *([self.world.rank] if self.world.rank else []))
+        torch.manual_seed(seed_from("noise", *own))
+        self.generator.manual_seed(seed_from("step", *own))
 
     def train_step(self, x: Tensor, y: Any) -> None:
         s = self.settings
@@ -181,13 +194,15 @@ class Training:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)
         if self.monitor is not None:
-            few = max(2, s.micro // 4)  # their exact backward fits where the approximate one of all did
+            few = max(2, self.micro // 4)  # their exact backward fits where the approximate one of all did
             self.monitor(lambda: self._loss(x[:few], y[:few]))
         exact = s.exact_tail and self.step >= round((1 - s.exact_tail) * self.steps, 6)  # 1 - 0.7 is a little more than 0.3
         with rewrite.exact(self.model) if exact else contextlib.nullcontext():
-            for part, target in zip(x.split(s.micro), y.split(s.micro), strict=True):
-                loss = self._loss(part, target) / s.accumulate
-                self.scaler.scale(loss).backward()
+            parts = list(zip(x.split(self.micro), y.split(self.micro), strict=True))
+            for i, (part, target) in enumerate(parts, 1):
+                with self._in_sync(i == len(parts)):
+                    loss = self._loss(part, target) / s.accumulate
+                    self.scaler.scale(loss).backward()
                 self.loss += loss.detach()
         if s.clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -199,6 +214,10 @@ class Training:
         if self.averaged is not None:
             self.averaged.update(self.model, self.step)
 
+    def _in_sync(self, last: bool) -> Any:
+        """Processes add up their gradients once a step."""
+        return contextlib.nullcontext() if last or self.world.size == 1 else self.run.no_sync()  # type: ignore[operator]
+
     # The test
 
     @torch.no_grad()
@@ -208,7 +227,8 @@ class Training:
         model.eval()
         part = self.data.test
         best, few, loss, count = (torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(4))
-        for x, y in batches(part, torch.arange(len(part)), min(TESTED, max(self.settings.batch, 100)), epoch=0):
+        mine = torch.arange(self.world.rank, len(part), self.world.size)
+        for x, y in batches(part, mine, min(TESTED, max(self.settings.batch, 100)), epoch=0):
             x, y = self.prepared(x, y, augmented=False)
             with self.autocast():
                 scores = scores_of(model, x)
@@ -219,6 +239,7 @@ class Training:
             loss += loss_from(scores, y, reduction="sum")
             count += len(y)
         self.model.train()
+        best, few, loss, count = self.world.total(torch.stack((best, few, loss, count))).unbind()
         n = count.item()
         found = {"top1": 100 * best.item() / n, "top5": 100 * few.item() / n, "test_loss": loss.item() / n}
         return {**found, "perplexity": math.exp(min(found["test_loss"], 700))} if self.data.kind == "text" else found
@@ -241,8 +262,14 @@ class Training:
             "last": self.last,
             "monitor": [] if self.monitor is None else self.monitor.history[:1] + self.monitor.history[1:][-1:],
         }
-        tensors = {**own, **optimizer, **averaged, "loss": self.loss}
-        checkpoint.save(self.folder / "checkpoints", self.step, tensors, state, self.settings.keep_last)
+        tensors = {**own, **optimizer, **averaged, "loss": self._mean_loss()}
+        if self.world.first:
+            checkpoint.save(self.folder / "checkpoints", self.step, tensors, state, self.settings.keep_last)
+        self.world.wait()
+
+    def _mean_loss(self) -> Tensor:
+        """The sum of the epoch's losses so far, over all samples."""
+        return self.world.total(self.loss.clone()) / self.world.size
 
     def _check_weights(self) -> None:
         """What is saved can be gone on from: a loss that was still finite may have made weights that are not."""
@@ -315,22 +342,23 @@ class Training:
             self._finish_epoch(epoch, first, time.perf_counter() - began, recorder)
             if not self.settings.save_every or self.step % self.settings.save_every == 0 or self.step == self.steps:
                 self.save()
-            if stop.asked and self.step < self.steps:
+            if self.step < self.steps and self._stops(stop, True):
                 self._stop(stop)
 
     def _train_epoch(self, epoch: int, first: int, bar: Any, stop: Stop) -> None:
         s = self.settings
-        indices = order(len(self.data.train), s.seed, epoch)[: self.per_epoch * s.batch]
+        indices = self.world.share(order(len(self.data.train), s.seed, epoch)[: self.per_epoch * s.batch], s.batch)
         began = time.perf_counter()
-        for done, (x, y) in enumerate(batches(self.data.train, indices, s.batch, epoch=epoch, first=first), 1):
+        for done, (x, y) in enumerate(batches(self.data.train, indices, s.batch // self.world.size, epoch=epoch, first=first), 1):
             self.train_step(x, y)
             bar.update(1)
             ends = self.step % self.per_epoch == 0
-            if done % LOOKED == 0 or ends:
+            looks = done % LOOKED == 0 or ends
+            if looks:
                 self._look(bar, self.loss.item() / (first + done), done * s.batch / (time.perf_counter() - began))
             if s.save_every and self.step % s.save_every == 0 and not ends:
                 self.save()
-            if stop.asked and not ends:
+            if not ends and self._stops(stop, looks):
                 self._stop(stop)
 
     def _finish_epoch(self, epoch: int, first: int, spent: float, recorder: Recorder) -> None:
@@ -342,7 +370,7 @@ class Training:
             "epoch": epoch + 1,
             "step": self.step,
             "lr": rate(self.settings, self.step - 1, self.per_epoch),
-            "train_loss": self.loss.item() / self.per_epoch,
+            "train_loss": self._mean_loss().item() / self.per_epoch,
             **self.test(),
             "seconds": self.seconds,
             "step_ms": 1000 * spent / steps,
@@ -358,8 +386,12 @@ class Training:
         recorder.epoch(**row)
         if row["top1"] > self.best:
             self.best = row["top1"]
-            if self.settings.best:
+            if self.settings.best and self.world.first:
                 self.keep_best()
+
+    def _stops(self, stop: Stop, agreed: bool) -> bool:
+        """Several processes stop together, so they ask each other, and not in every step."""
+        return self.world.any(stop.asked, self.device) if self.world.size > 1 and agreed else stop.asked and self.world.size == 1
 
     def _stop(self, stop: Stop) -> None:
         self.save()
@@ -402,11 +434,14 @@ class Training:
 
 def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callable[[str], Any] = print) -> dict[str, Any]:
     """Train, in `folder`, from where it stands; gives what result.json has."""
-    folder = Path(folder)
+    folder, world = Path(folder), World()
     _check_packages(settings)
     last = _started(settings, folder, resume)
-    with tuned():
+    with world.joined(settings.device), tuned():
         training = _set_up(settings, folder, last, say)
+        world.wait()  # what the first one writes, the others must not find there
+        if not world.first:
+            return _helped(training)
         recorder = Recorder(folder, settings, resume_at=training.step, tensorboard=settings.tensorboard)
         if training.last and (not recorder.rows or recorder.rows[-1]["step"] < training.last["step"]):
             recorder.epoch(**training.last)  # metrics.jsonl was lost; the checkpoint knows its last row
@@ -426,6 +461,24 @@ def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callab
     result = recorder.finish(training.result(recorder))
     say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{', best.safetensors' * settings.best}")
     return result
+
+
+def _helped(training: Training) -> dict[str, Any]:
+    """What the other processes do: all but writing and speaking."""
+
+    class Silent:
+        def epoch(self, **row: Any) -> None:
+            pass
+
+        def update(self, n: int) -> None:
+            pass
+
+        def set_postfix(self, told: Any, refresh: bool) -> None:
+            pass
+
+    with Stop() as stop:
+        training.train(Silent(), Silent(), stop)  # type: ignore[arg-type]
+    return {}
 
 
 def _set_up(settings: Settings, folder: Path, last: Path | None, say: Callable[[str], Any]) -> Training:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -77,6 +79,56 @@ def loss_from(scores: Tensor, y: Tensor, smoothing: float = 0.0, reduction: str 
     if scores.ndim == 3 and y.ndim == 2:
         scores, y = scores.flatten(0, 1), y.flatten()
     return F.cross_entropy(scores, y, label_smoothing=smoothing, reduction=reduction)
+
+
+class World:
+    """The processes that train together: this one alone, or those that torchrun started."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+
+    @property
+    def first(self) -> bool:
+        """Is this the process that writes and speaks?"""
+        return self.rank == 0
+
+    def device(self, device: str) -> str:
+        return f"cuda:{self.local}" if device == "cuda" and self.size > 1 else device
+
+    @contextlib.contextmanager
+    def joined(self, device: str) -> Iterator[None]:
+        if self.size == 1 or dist.is_initialized():
+            yield
+            return
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def total(self, t: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(t)
+        return t
+
+    def any(self, here: bool, device: torch.device) -> bool:
+        return here if self.size == 1 else bool(self.total(torch.tensor(float(here), device=device)))
+
+    def firsts(self, value: Any) -> Any:
+        """What the first process has."""
+        held = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(held)
+        return held[0]
+
+    def share(self, indices: Tensor, batch: int) -> Tensor:
+        """This process's part of each batch."""
+        return indices.view(-1, self.size, batch // self.size)[:, self.rank].reshape(-1)
 
 
 class Peak:

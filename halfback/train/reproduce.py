@@ -289,7 +289,7 @@ def reproduce(
     pool.train(minutes)
     if there or pool.done:
         results = collect(path, into=into)
-        say("\n" + told(results) + f"\n\nWritten: {folders[-1].parent}/results.json, figure.png")
+        say("\n" + told(results) + f"\n\nWritten: {folders[-1].parent}/results.json and its figures")
     if pool.left:
         say(f"{len(pool.left)} runs are left. The same command goes on with them.")
     if pool.interrupted:

@@ -26,6 +26,7 @@ from .record import write_bytes, write_json, write_text
 from .settings import PATHS
 
 PAGE = Path("docs/results.md")
+MEMORY = "memory.png"  # beside figure.png
 PAIRED = ("top1", "top5", "train_loss", "test_loss")
 RATIOS = ("held", "peak", "step_ms")
 
@@ -96,6 +97,7 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     results["verdict"] = _verdict(recipe, results, path)
     write_json(folders[-1].parent / "results.json", results)
     figure(results, folders[-1].parent / "figure.png")
+    memory_figure(results, folders[-1].parent / MEMORY)
     return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
 
 
@@ -329,7 +331,10 @@ def _section(r: Result, drawn: str) -> str:
     parts += ["**Here:**", _markdown(r)]
     parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
     parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
-    parts += [f"![{r['title']}: top-1 of every arm]({Path(drawn).as_posix()})", _made(r)]
+    parts += [f"![{r['title']}: top-1 of every arm]({Path(drawn).as_posix()})"]
+    if by_memory(r) is not None:
+        parts += [f"![{r['title']}: top-1 against memory]({Path(drawn).with_name(MEMORY).as_posix()})"]
+    parts += [_made(r)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -398,6 +403,44 @@ def figure(results: Result, path: Path) -> None:
     axes.grid(axis="x", color="0.92")
     axes.set_axisbelow(True)
     _legend(drawn, results)
+    content = io.BytesIO()
+    drawn.savefig(content, format="png", dpi=150, metadata={"Software": None})
+    write_bytes(path, content.getvalue())
+
+
+def by_memory(results: Result) -> tuple[str, list[tuple[Result, float]]] | None:
+    """Arms with their share of memory: of the peak where it is known for all, else of what is held. None: there is nothing to compare."""
+    arms = [a for a in results["arms"] if a["mean"]["top1"] is not None]
+    for measure in ("peak", "held"):
+        shares = [(a, 1.0 if a["against"] is None else a["against"]["ratio"][measure]) for a in arms]
+        known = [(a, share) for a, share in shares if share is not None]
+        if len(known) == len(arms) >= 3 and len({round(share, 2) for _, share in known}) > 1:
+            return measure, known
+    return None
+
+
+def memory_figure(results: Result, path: Path) -> None:
+    """Top-1 against memory, a point an arm: up and to the left is better."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = by_memory(results)
+    if found is None:
+        return
+    measure, arms = found
+    groups = list(dict.fromkeys(a["group"] for a, _ in arms))
+    drawn = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"]["top1"]))):
+        place, colour = (share, arm["mean"]["top1"]), f"C{groups.index(arm['group']) % 10}"
+        axes.errorbar(*place, yerr=arm["deviation"]["top1"], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8)
+        axes.annotate(_short(arm["name"], 40), place, (6, 5 if n % 2 else -10), textcoords="offset points", fontsize=7, color=colour)
+    axes.set(xlabel=f"{measure}, relative to the arm that it is compared with", ylabel="top-1, %: mean and deviation over seeds")
+    axes.set_title(results["title"], fontsize=11, wrap=True)
+    axes.margins(x=0.25, y=0.1)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
     content = io.BytesIO()
     drawn.savefig(content, format="png", dpi=150, metadata={"Software": None})
     write_bytes(path, content.getvalue())

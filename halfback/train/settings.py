@@ -167,11 +167,6 @@ class Settings:
             raise ValueError("monitor compares gradients in eager mode; leave compile out, or the monitor.")
 
     @property
-    def micro(self) -> int:
-        """Samples that are run at once."""
-        return self.batch // self.accumulate
-
-    @property
     def decays(self) -> str:
         return self.decay or ("all" if self.optimizer == "sgd" else "matrices")
 
