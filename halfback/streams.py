@@ -23,6 +23,7 @@ positions, as (B * n, D), `outer` says how many sequences lie behind each other:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -333,6 +334,8 @@ def merge_all(tree: Any) -> Any:
     """A nest of arguments or results with every Streams merged."""
     if isinstance(tree, Streams):
         return merge(tree)
+    if isinstance(tree, functools.partial):  # of which torch 2.11's compiler cannot tell that it is no dataclass
+        return tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*[merge_all(x) for x in tree])
     if isinstance(tree, (list, tuple)):
@@ -355,6 +358,8 @@ def merge_all(tree: Any) -> Any:
 def contains(tree: Any) -> bool:
     if isinstance(tree, Streams):
         return True
+    if isinstance(tree, functools.partial):
+        return False
     if isinstance(tree, (list, tuple)):
         return any([contains(x) for x in tree])
     if isinstance(tree, dict):
