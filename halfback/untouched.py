@@ -27,7 +27,7 @@ def untouched(model: nn.Module, *tensors: Tensor) -> Iterator[Callable[[], None]
     gradients = [(p, p.grad) for p in (*model.parameters(), *(t for t in tensors if t.requires_grad and t.is_leaf))]
     buffers = [(m._buffers, name, b, _copied(b)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     flags = [(m, m.training) for m in model.modules()]
-    back = [*_random_states(), *_draws(model), *_quieted(model)]
+    back = [*random_states(), *_draws(model), *_quieted(model)]
 
     def rewind() -> None:
         for owner, name, buffer, before in buffers:
@@ -62,7 +62,7 @@ def _quieted(model: nn.Module) -> list[Callable[[], Any]]:
     return back
 
 
-def _random_states() -> list[Callable[[], Any]]:
+def random_states() -> list[Callable[[], Any]]:
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     back: list[Callable[[], Any]] = [
         lambda: torch.set_rng_state(cpu),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from halfback.train import pieces
 from halfback.train.checkpoint import found, latest
+from halfback.train.loop import Training
+from halfback.train.pieces import STOPPED, Stop
+from halfback.train.settings import Settings, Stopped
 
 HERE = Path(__file__).parent
 
@@ -64,6 +70,54 @@ def test_two_processes_that_were_killed_go_on_to_the_same_weights(tmp_path):
     killed.communicate()
     again = trained(tmp_path / "cut", *method, "--resume")
     assert all(torch.equal(whole[k], again[k]) for k in whole)
+
+
+def test_what_two_processes_tested_is_what_they_saved(tmp_path):
+    """BatchNorm's statistics are each process's own, and the first one's are saved."""
+    trained(tmp_path, "--model", "resnet18", "--epochs", "1", "--batch", "512", "--ema", "0.5")
+    alone = Training(Settings.load(tmp_path / "settings.json"), tmp_path)
+    alone.load(latest(tmp_path / "checkpoints"))
+    assert alone.test()["test_loss"] == pytest.approx(alone.last["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_two_processes_stop_together_at_once_and_go_on(tmp_path, told):
+    more = ("--epochs", "5", "--batch", "64")
+    process = start(tmp_path, *more)
+    until = time.time() + 120
+    while latest(tmp_path / "checkpoints") is None and time.time() < until:
+        time.sleep(0.05)
+    os.kill(process.pid, told)
+    _, err = process.communicate(timeout=60)
+    steps = {int(n) for n in re.findall(r"stopped at step (\d+) of", err)}
+    assert len(steps) == 1 and int(latest(tmp_path / "checkpoints").name) in steps, err[-3000:]
+    out, _ = start(tmp_path, *more, "--resume").communicate(timeout=240)
+    assert f"Goes on after step {steps.pop()}." in out and "top-1" in out
+
+
+def test_a_budget_on_two_processes_is_planned_by_the_first(tmp_path):
+    trained(tmp_path, "--budget", "0.6", "--epochs", "1")
+    assert "recompute" in json.loads((tmp_path / "result.json").read_text())["methods"]
+
+
+def test_one_process_that_is_told_stops_all(tmp_path):
+    """Also those that were not told end as stopped, and not as done."""
+    training = Training(Settings(epochs=1), tmp_path)
+    with pytest.raises(Stopped) as stopped:
+        training._stop(Stop())
+    assert stopped.value.code == STOPPED
+
+
+def test_each_process_has_a_gpu_of_its_own_as_the_current_one(monkeypatch):
+    done = []
+    monkeypatch.setattr(pieces, "usable", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
+    monkeypatch.setattr(pieces.dist, "init_process_group", done.append)
+    monkeypatch.setattr(pieces.dist, "destroy_process_group", lambda: None)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pieces.World().joined("cuda"):
+        assert done == ["cuda:1", "cpu:gloo,cuda:nccl"]
 
 
 def test_a_batch_that_cannot_be_shared_is_an_error(tmp_path):

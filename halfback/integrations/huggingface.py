@@ -4,7 +4,7 @@
 
 `hb.apply_(model, ...)` before the Trainer is made works as well; the callback adds what only the Trainer knows:
 
-    budget      methods are planned from the first batch, when training begins
+    budget      methods are planned from the first batch, when training begins; a dataset that can be read only once has lost that batch
     logs        held (bytes for the backward), peak (of the GPU, above what stays), and of `monitor` cosine and scale of the gradient
     checkpoint  which methods, and where their draws stand, in trainer_state.json
     exact_tail  the last share of the steps with exact gradients
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..methods import Method, from_json
+from ..untouched import random_states
 from .shared import Attached, inner
 
 try:
@@ -67,13 +68,11 @@ class HalfbackCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any) -> None:
         own, saved = self.own, self._saved(state)
-        if own.model is None:
+        if own.model is not inner(model):  # none yet, or that of another Trainer
             own.apply(inner(model), self._chosen(inner(model), saved, train_dataloader, args))
         if saved:
             own.restore(saved)
-        if not args.torch_compile and train_dataloader is not None:
-            own.count(_first(train_dataloader, args.device))
-        own.begin(args.device)
+        own.begin(args.device, counts=not args.torch_compile)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.own.step_begins(state.global_step, state.max_steps)
@@ -116,7 +115,11 @@ class HalfbackCallback(TrainerCallback, ExportableState):
 
 
 def _first(loader: Any, device: torch.device) -> dict[str, Any]:
-    """The first batch of a loader, without disturbing the training's random numbers."""
-    with torch.random.fork_rng():
+    """The first batch of a loader, without disturbing the training's random numbers. A stream that can be read once has lost it."""
+    back = random_states()
+    try:
         batch = next(iter(loader))
+    finally:
+        for undo in back:
+            undo()
     return tree_map_only(Tensor, lambda t: t.to(device), dict(batch))

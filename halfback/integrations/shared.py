@@ -41,7 +41,8 @@ class Attached:
         self.held: int | None = None
         self.monitor: Monitor | None = None
         self.batch: Any = None  # that the monitor will look at
-        self.wanted = False
+        self.wanted = False  # a look, in this step
+        self.counts = False  # what is held, in the first step
         self._hook: Any = None
         self._exact: contextlib.ExitStack | None = None
 
@@ -49,13 +50,26 @@ class Attached:
 
     def apply(self, model: nn.Module, methods: tuple[Any, ...]) -> None:
         """Once, and not at all where the model has methods already."""
-        first, self.model = self.model is None, model
+        first = self.model is None
+        if model is not self.model:
+            self.model, self.report, self.held = model, None, None
         there = applied_to(model)
         if there and (not methods or not first):
             self.report = there[0].report
         elif methods:
             self.report = rewrite.apply_(model, *methods)
             log.info("%s", self.report)
+
+    def _check(self) -> None:
+        """Methods that the model got after the trainer count too; none at all is a mistake, unless a budget wants none."""
+        there = applied_to(self.model)
+        if self.report is None and there:
+            self.report = there[0].report
+        if self.report is None and self.budget is None:
+            raise ValueError(
+                f"HalfbackCallback(): no methods were given, and {type(self.model).__name__} has none. "
+                'Give methods, as HalfbackCallback("lean"), or a budget.'
+            )
 
     def plan(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         plan = planner.plan(model, batch, self.budget, prefer=self.prefer)
@@ -78,6 +92,7 @@ class Attached:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """On with the draws of a checkpoint, which has to be one of the same methods."""
+        self._check()
         now = tuple(self.report.methods) if self.report is not None else ()
         before = tuple(from_json(m) for m in saved.get("applied", ()))
         if before != now:
@@ -90,10 +105,14 @@ class Attached:
 
     # Steps
 
-    def begin(self, device: torch.device) -> None:
-        if self.every and self.report is not None:
-            self.monitor = Monitor(self.model, every=1)
-            self._hook = self._hook or self.model.register_forward_pre_hook(self._see, with_kwargs=True)
+    def begin(self, device: torch.device, counts: bool = False) -> None:
+        """A training that broke off, as at an out of memory, did not end."""
+        self.end()
+        self._check()
+        self.counts = counts
+        self.monitor = Monitor(self.model, every=1) if self.every and self.report is not None else None
+        if self.monitor is not None or counts:
+            self._hook = self.model.register_forward_pre_hook(self._see, with_kwargs=True)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -105,12 +124,21 @@ class Attached:
         self.wanted = self.monitor is not None and (step + 1) % self.every == 0
 
     def step_ends(self, step: int) -> None:
-        if self.batch is not None and self.monitor is not None:
-            batch, self.batch = self.batch, None
+        batch, self.batch = self.batch, None
+        if batch is None:
+            return
+        counts, wanted, self.counts, self.wanted = self.counts, self.wanted, False, False  # their own forwards are not to be seen
+        if counts:
+            self.count(batch)
+        if wanted and self.monitor is not None:
             self.monitor.step = step
             self.monitor.look(batch)
+        if self.monitor is None and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def end(self) -> None:
+        self.batch, self.wanted, self.counts = None, False, False
         if self._exact is not None:
             self._exact.close()
             self._exact = None
@@ -130,8 +158,7 @@ class Attached:
         return found
 
     def _see(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.wanted and module.training:
-            self.wanted = False
+        if self.batch is None and (self.wanted or self.counts) and module.training:
             batch = dict(kwargs) if not args else args[0] if len(args) == 1 and not kwargs else None
             self.batch = tree_map_only(Tensor, Tensor.detach, batch)
 

@@ -34,7 +34,7 @@ from ..untouched import applied_to
 from . import checkpoint
 from .augment import Augment, normalise
 from .fits import what_fits
-from .pieces import Averaged, Peak, Stop, World, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
+from .pieces import STOPPED, Averaged, Peak, Stop, World, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
 from .settings import Settings, Stopped, budget_of, methods_of
@@ -123,19 +123,21 @@ class Training:
         path, budget = self.folder / "methods.json", budget_of(self.settings.budget)
         if budget is None:
             return methods_of(self.settings.method)
+        methods = self._planned(path, budget) if self.world.first else None  # the others do not look: the file may be there by then
+        return tuple(from_json(m) for m in self.world.firsts(methods))
+
+    def _planned(self, path: Path, budget: Any) -> list[dict[str, Any]]:
         if path.is_file():
             try:
-                return methods_of(path.read_text())
+                return [m.to_json() for m in methods_of(path.read_text())]
             except ValueError as e:
                 raise ValueError(f"{path}: {e} Remove {self.folder} to begin again.") from e
-        methods: Any = None
-        if self.world.first:
-            plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
-            self.say(str(plan))
-            self.folder.mkdir(parents=True, exist_ok=True)
-            methods = [m.to_json() for m in plan.methods]
-            write_json(path, methods)
-        return tuple(from_json(m) for m in self.world.firsts(methods))
+        plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
+        self.say(str(plan))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        methods = [m.to_json() for m in plan.methods]
+        write_json(path, methods)
+        return methods
 
     def _one_batch(self) -> Callable[[], Tensor]:
         """A batch as plan and profile take it: a function, as the loss is computed in autocast."""
@@ -224,6 +226,7 @@ class Training:
     def test(self) -> dict[str, float]:
         """Of the averaged weights, where there are any."""
         model = self.averaged.model if self.averaged is not None else self.model
+        self.world.align(model)
         model.eval()
         part = self.data.test
         best, few, loss, count = (torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(4))
@@ -342,7 +345,7 @@ class Training:
             self._finish_epoch(epoch, first, time.perf_counter() - began, recorder)
             if not self.settings.save_every or self.step % self.settings.save_every == 0 or self.step == self.steps:
                 self.save()
-            if self.step < self.steps and self._stops(stop, True):
+            if self.step < self.steps and self.world.any(stop.asked):
                 self._stop(stop)
 
     def _train_epoch(self, epoch: int, first: int, bar: Any, stop: Stop) -> None:
@@ -353,12 +356,11 @@ class Training:
             self.train_step(x, y)
             bar.update(1)
             ends = self.step % self.per_epoch == 0
-            looks = done % LOOKED == 0 or ends
-            if looks:
+            if done % LOOKED == 0 or ends:
                 self._look(bar, self.loss.item() / (first + done), done * s.batch / (time.perf_counter() - began))
             if s.save_every and self.step % s.save_every == 0 and not ends:
                 self.save()
-            if not ends and self._stops(stop, looks):
+            if not ends and self.world.any(stop.asked):
                 self._stop(stop)
 
     def _finish_epoch(self, epoch: int, first: int, spent: float, recorder: Recorder) -> None:
@@ -389,13 +391,9 @@ class Training:
             if self.settings.best and self.world.first:
                 self.keep_best()
 
-    def _stops(self, stop: Stop, agreed: bool) -> bool:
-        """Several processes stop together, so they ask each other, and not in every step."""
-        return self.world.any(stop.asked, self.device) if self.world.size > 1 and agreed else stop.asked and self.world.size == 1
-
     def _stop(self, stop: Stop) -> None:
         self.save()
-        raise Stopped(f"stopped at step {self.step} of {self.steps}; saved. --resume goes on from there.", stop.code)
+        raise Stopped(f"stopped at step {self.step} of {self.steps}; saved. --resume goes on from there.", stop.code or STOPPED)
 
     def _look(self, bar: Any, loss: float, speed: float) -> None:
         if not math.isfinite(loss):

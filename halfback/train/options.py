@@ -36,7 +36,7 @@ examples:
   halfback train --model vit-s4 --data cifar100 --method "sbp(keep=0.5)+lean" --optimizer adamw --lr 1e-3 --weight-decay 0.05
   halfback train --model timm:convnext_tiny --data folder --root imagenet --size 224 --budget 16GiB --device cuda --dtype bf16
   halfback train --out out/train --resume                                            go on
-  torchrun --nproc-per-node 4 -m halfback train ...                                  share each batch among four GPUs (DDP)
+  torchrun --nproc-per-node 4 -m -- halfback train ...                               share each batch among four GPUs (DDP)
 """
 GROUPS: dict[str, dict[str, str]] = {
     "what is trained": {

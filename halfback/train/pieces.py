@@ -100,7 +100,10 @@ class World:
         if self.size == 1 or dist.is_initialized():
             yield
             return
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        found = usable(self.device(device))
+        if found.type == "cuda":
+            torch.cuda.set_device(found)  # NCCL and Triton use the current one
+        dist.init_process_group("cpu:gloo,cuda:nccl" if found.type == "cuda" else "gloo")
         try:
             yield
         finally:
@@ -116,8 +119,9 @@ class World:
             dist.all_reduce(t)
         return t
 
-    def any(self, here: bool, device: torch.device) -> bool:
-        return here if self.size == 1 else bool(self.total(torch.tensor(float(here), device=device)))
+    def any(self, here: bool) -> bool:
+        """Over gloo, so that nobody waits for a GPU."""
+        return here if self.size == 1 else bool(self.total(torch.tensor(float(here))))
 
     def firsts(self, value: Any) -> Any:
         """What the first process has."""
@@ -125,6 +129,11 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(held)
         return held[0]
+
+    def align(self, model: nn.Module) -> None:
+        """The first process's buffers in all: BatchNorm's statistics are of each one's own samples."""
+        for buffer in model.buffers() if self.size > 1 else ():
+            dist.broadcast(buffer, 0)
 
     def share(self, indices: Tensor, batch: int) -> Tensor:
         """This process's part of each batch."""
