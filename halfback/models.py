@@ -388,13 +388,14 @@ def _tried(subject: Subject) -> Subject:
             if not last:
                 continue
             hint = "Give another --size or --seq, or a file.py:factory that returns (model, batch)."
-            raise ValueError(f"model {spec!r}: a training step on {_told(batch)} fails: {_line(e)} {hint}") from e
+            raise ValueError(f"model {spec!r}: a training step on {_told(batch)} fails: {line_of(e)} {hint}") from e
         subject.tries = [make]
         break
     return subject
 
 
-def _line(e: BaseException) -> str:
+def line_of(e: BaseException) -> str:
+    """What an error says, in a line."""
     text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
     return f"{type(e).__name__}: {text}".rstrip(".: ") + "."
 
@@ -421,7 +422,7 @@ def _built(wanted: Wanted, build: Callable[[], Any]) -> Any:
     except (ValueError, OSError):
         raise
     except Exception as e:
-        raise ValueError(f"model {wanted.spec!r}: making it fails: {_line(e)}") from e
+        raise ValueError(f"model {wanted.spec!r}: making it fails: {line_of(e)}") from e
 
 
 def _cast(wanted: Wanted, model: nn.Module, default: str | None = "bf16") -> nn.Module:
@@ -528,7 +529,7 @@ def _config_of(auto: Any, path: Path) -> Any:
         found = json.loads(path.read_text())
         return auto.for_model(found.pop("model_type"), **found)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"model 'hf:{path}' is no configuration of transformers: {_line(e)} It needs a model_type.") from e
+        raise ValueError(f"model 'hf:{path}' is no configuration of transformers: {line_of(e)} It needs a model_type.") from e
 
 
 def _from_hub(auto: Any, name: str) -> Any:
@@ -653,9 +654,9 @@ def _called(wanted: Wanted, function: Callable[[], Any]) -> Any:
         return _built(wanted, function)
     except (FileNotFoundError, ValueError) as e:
         ours = str(e).startswith("model ")
-        raise e if ours else ValueError(f"model {wanted.spec!r}: making it fails: {_line(e)}") from e
+        raise e if ours else ValueError(f"model {wanted.spec!r}: making it fails: {line_of(e)}") from e
     except OSError as e:
-        raise ValueError(f"model {wanted.spec!r}: making it fails: {_line(e)}") from e
+        raise ValueError(f"model {wanted.spec!r}: making it fails: {line_of(e)}") from e
 
 
 def _takes_a_number(function: Callable[..., Any]) -> bool:

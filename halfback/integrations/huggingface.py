@@ -5,7 +5,7 @@
 `hb.apply_(model, ...)` before the Trainer is made works as well; the callback adds what only the Trainer knows:
 
     budget      methods are planned from the first batch, when training begins; a dataset that can be read only once has lost that batch
-    logs        held (bytes for the backward), peak (of the GPU, above what stays), and of `monitor` cosine and scale of the gradient
+    logs        held (bytes for the backward), allocated (the most on the GPU, of everything), and of `monitor` cosine and scale
     checkpoint  which methods, and where their draws stand, in trainer_state.json
     exact_tail  the last share of the steps with exact gradients
 

@@ -151,7 +151,7 @@ class Attached:
         if self.held is not None:
             found["halfback_held"] = self.held
         if device.type == "cuda":
-            found["halfback_peak"] = torch.cuda.max_memory_allocated(device)
+            found["halfback_allocated"] = torch.cuda.max_memory_allocated(device)
         if self.monitor is not None and self.monitor.history:
             last = self.monitor.history[-1]
             found |= {f"halfback_{k}": last[k] for k in ("cosine", "scale") if last[k] is not None}

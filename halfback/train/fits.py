@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import memory, planner, rewrite
+from ..models import line_of
 from ..report import readable
-from .pieces import line_of
 
 if TYPE_CHECKING:
     from .loop import Training

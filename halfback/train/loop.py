@@ -27,19 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
 from ..methods import from_json
-from ..models import load_for
+from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
 from ..report import readable
 from ..untouched import applied_to
 from . import checkpoint
 from .augment import Augment, normalise
 from .fits import what_fits
-from .pieces import STOPPED, Averaged, Peak, Stop, World, line_of, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
+from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
-from .settings import Settings, Stopped, budget_of, methods_of
+from .settings import STOPPED, Settings, Stopped, budget_of, methods_of
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
 TOP = 5
@@ -156,8 +155,8 @@ class Training:
     # A step
 
     def autocast(self) -> Any:
-        dtype = AUTOCAST.get(self.settings.dtype)
-        return torch.autocast(self.device.type, dtype) if dtype is not None else contextlib.nullcontext()
+        dtype = DTYPES[self.settings.dtype]
+        return contextlib.nullcontext() if dtype is torch.float32 else torch.autocast(self.device.type, dtype)
 
     def _batch(self, indices: Tensor, epoch: int, augmented: bool = True) -> tuple[Tensor, Tensor]:
         x, y = self.data.train.batch(indices, epoch=epoch)

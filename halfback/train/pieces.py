@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..batches import output_of
-from .settings import Settings
+from ..models import line_of
+from .settings import STOPPED, Settings
 
 INTERRUPTED = 130  # exit code after Ctrl-C
-STOPPED = 75  # exit code of a training that was told to stop, and can go on
 
 
 def rate(settings: Settings, step: int, per_epoch: int) -> float:
@@ -168,11 +168,6 @@ def usable(device: str) -> torch.device:
     if found.type == "meta":
         raise ValueError("device 'meta' cannot be used: its tensors have no contents. Devices: cpu, cuda.")
     return found
-
-
-def line_of(e: BaseException) -> str:
-    text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
-    return f"{type(e).__name__}: {text}".rstrip(".: ") + "."
 
 
 class Stop:

@@ -28,9 +28,9 @@ from typing import Any
 from .recipes import LOCAL, Recipe, Run, differing, find, finished, load, name_of, read_result, runs_folders
 from .record import check_drawing, write_json, write_text
 from .results import PAGE, collect, duration, listing, page, percent, told
+from .settings import STOPPED
 
 OUT = Path("out/runs")
-STOPPED = 75  # exit code of a training that was told to stop and has saved where it stands
 POLL, TELL, GRACE = 0.2, 60.0, 20.0  # seconds between looks, between lines of progress, and from SIGTERM to SIGKILL
 
 Say = Callable[[str], Any]

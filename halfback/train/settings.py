@@ -18,6 +18,7 @@ from typing import Any
 
 from ..methods import from_json, parse
 
+STOPPED = 75  # exit code of a training that was told to stop, and has saved where it stands
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "step", "constant")
 DTYPES = ("fp32", "bf16", "fp16")
