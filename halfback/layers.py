@@ -258,16 +258,16 @@ def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
         out, saved = ledger.watch(func, args, kwargs)
     finally:
         ledger.known, ledger.statistics = frozenset(), False
-    own = [_tensor(e) for e in saved if not e.key]
+    # cuDNN saves a workspace of bytes beside the two
+    own = [t for e in saved if not e.key and (t := _tensor(e)).shape == x.shape[1:2] and t.is_floating_point()]
     for entry in saved:
         if entry.key:
             ledger.settle(entry)
-    if autocast_state(x.device) is None:
-        use, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
-        if len(own) == 2 and x.is_cuda:
-            ledger.made(out, Recipe(kernels.normalise_channels, (use, *map(Constant, own), weight, bias, None, False), {}))
-        elif not x.is_cuda:  # bit by bit what it was; the statistics are found again and nowhere noted
-            ledger.made(out, Recipe(func, (use, None, None, weight, bias, True, 0.0, given["eps"]), {}))
+    use, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
+    if len(own) == 2 and x.is_cuda and out.dtype == x.dtype:
+        ledger.made(out, Recipe(kernels.normalise_channels, (use, *map(Constant, own), weight, bias, None, False), {}))
+    elif not x.is_cuda:  # bit by bit what it was; the statistics are found again and nowhere noted
+        ledger.made(out, Recipe(func, (use, None, None, weight, bias, True, 0.0, given["eps"]), {}, autocast_state(x.device)))
     return out
 
 
@@ -280,10 +280,10 @@ def _evaluated(ledger: Ledger, func: Callable, args: tuple, kwargs: dict, given:
     out, saved = ledger.watch(func, args, kwargs)
     for entry in saved:
         ledger.settle(entry)
-    if ordinary(out) and not given["training"] and autocast_state(out.device) is None:
+    if ordinary(out) and not given["training"]:
         x, weight, bias = ledger.bind((given["input"], given["weight"], given["bias"]))
         mean, var = (Constant(given[name].clone()) for name in ("running_mean", "running_var"))
-        ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}))
+        ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}, autocast_state(out.device)))
     return out
 
 

@@ -286,9 +286,9 @@ def test_frozen_linear_layers_and_adapters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
+@pytest.mark.parametrize("name", ["vit", "llama", "convnext", "resnet"])
 def test_autocast_changes_no_bit_more(name, dtype):
-    model, batch = zoo.make(name)
+    model, batch = make(name)
     plain = copy.deepcopy(model)
     hb.apply_(model, hb.Lean())
     found = []
@@ -299,6 +299,16 @@ def test_autocast_changes_no_bit_more(name, dtype):
         found.append((loss.detach(), {k: p.grad for k, p in m.named_parameters() if p.grad is not None}))
     assert torch.equal(found[0][0], found[1][0])
     assert worst(found[1][1], found[0][1]) == 0
+
+
+def test_under_autocast_a_batch_norms_output_is_computed_again_too():
+    model, (x,) = resnet(16)
+    copies = sum(p.numel() * 2 for p in model.parameters() if p.ndim > 1)  # of the weights, which autocast makes
+    held = []
+    for m in (copy.deepcopy(model), hb.apply_(model, hb.Lean()) and model):
+        with torch.autocast("cpu", torch.bfloat16):
+            held.append(hb.held(m, lambda m=m: m(x).float().sum()) - copies)
+    assert held[1] < 0.6 * held[0]
 
 
 def test_channels_last_keeps_its_layout():
