@@ -355,6 +355,8 @@ class Training:
             self.train_step(x, y)
             bar.update(1)
             ends = self.step % self.per_epoch == 0
+            if done == 1 and not ends:
+                self.peak.anew()
             if done % LOOKED == 0 or ends:
                 self._look(bar, self.loss.item() / (first + done), done * s.batch / (time.perf_counter() - began))
             if s.save_every and self.step % s.save_every == 0 and not ends:

@@ -149,6 +149,10 @@ class Peak:
         self.allocated: int | None = None  # with all that stays
 
     def __enter__(self) -> None:
+        self.anew()
+
+    def anew(self) -> None:
+        """Forget what was: the first step of a process needs more, while cuDNN tries its algorithms."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -96,8 +96,10 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     results = results_of(recipe, name_of(path), done)
     results["verdict"] = _verdict(recipe, results, path)
     write_json(folders[-1].parent / "results.json", results)
-    figure(results, folders[-1].parent / "figure.png")
-    memory_figure(results, folders[-1].parent / MEMORY)
+    shown = judged(results)
+    if shown["arms"]:
+        figure(shown, folders[-1].parent / "figure.png")
+        memory_figure(shown, folders[-1].parent / MEMORY)
     return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
 
 
@@ -324,10 +326,19 @@ def page(experiments: Path | None = None, page: Path | None = None) -> Path:
     return path
 
 
+def judged(r: Result) -> Result:
+    """With the arms alone that have more than one seed, where the recipe wants more: one says nothing of accuracy."""
+    return {**r, "arms": [a for a in r["arms"] if len(a["seeds"]) >= min(2, len(r["seeds"]))]}
+
+
 def _section(r: Result, drawn: str) -> str:
-    missing = r["runs"]["of"] - r["runs"]["done"]
+    missing, wait = r["runs"]["of"] - r["runs"]["done"], [a["name"] for a in r["arms"] if a not in judged(r)["arms"]]
     parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
     parts += [f"**Not complete:** {missing} of {r['runs']['of']} runs are missing."] if missing else []
+    parts += [f"Not shown before they have two seeds: {'; '.join(wait)}."] if wait else []
+    r = judged(r)
+    if not r["arms"]:
+        return "\n\n".join([*parts, _made(r)]) + "\n"
     parts += ["**Here:**", _markdown(r)]
     parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
     parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
@@ -448,7 +459,7 @@ def memory_figure(results: Result, path: Path) -> None:
 
 def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None]) -> None:
     mean, pair = arm["mean"]["top1"], arm["against"] and arm["against"]["top1"]
-    base = means[arm["against"]["arm"]] if arm["against"] else mean
+    base = means.get(arm["against"]["arm"]) if arm["against"] else mean
     if base is not None:
         axes.plot([base, base], [y - 0.5, y + 0.5], color="0.55", linestyle="--", linewidth=1, zorder=1)
     values = [v for v in arm["values"]["top1"] if v is not None]
