@@ -497,8 +497,8 @@ def test_the_figure_has_every_arm(here):
     (here / "experiments/claim/runs/exact_s0.json").unlink()
     (here / "experiments/claim/runs/exact_s1.json").unlink()
     collect("claim")  # what the others are compared with is not there
-    exact, others = coloured(here / "experiments/claim/figure.png")
-    assert exact == 0 and others > 100
+    first, others = coloured(here / "experiments/claim/figure.png")
+    assert first > 100 and others == 0  # one group is left, and has the first colour
 
 
 def test_the_page_is_a_function_of_the_results(here):
@@ -522,6 +522,19 @@ def test_the_page_is_a_function_of_the_results(here):
 def test_a_page_of_unfinished_runs_says_so(here):
     ran(only="*_s0")
     assert "**Not complete:** 3 of 6 runs are missing." in page_text() and "**Does it hold?**" not in page_text()
+
+
+def test_one_seed_is_no_figure_of_a_page(here):
+    ran(only="exact_*,*0.2_*,*0.3_s0")
+    text = page_text()
+    assert "Not shown before they have two seeds: rate 0.3." in text and "| exact" in text and "| rate 0.2" in text
+    assert "| rate 0.3" not in text and Path("experiments/claim/figure.png").exists()
+
+
+def test_a_page_without_any_pair_of_seeds_shows_nothing(here):
+    ran(only="*_s0")
+    assert "two seeds: exact; rate 0.2; rate 0.3." in page_text() and "**Here:**" not in page_text()
+    assert not Path("experiments/claim/figure.png").exists()
 
 
 def test_a_page_of_nothing_is_an_error(here):
