@@ -102,7 +102,7 @@ class Watch:
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
         self.on = True
-        self.store = method.store() if isinstance(method, DropIT) else None
+        self.set_keep(getattr(method, "keep", 1.0))
         self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0
         usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
@@ -120,6 +120,9 @@ class Watch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_model": weakref.ref(state["_model"])})
         self._reset()
+
+    def set_keep(self, keep: float) -> None:
+        self.store = self.method.store(keep) if isinstance(self.method, DropIT) else None
 
     def mark(self) -> int:
         """Where the draws stand; `rewind` goes back there."""

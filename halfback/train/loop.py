@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
+from ..course import Course
 from ..methods import from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
@@ -75,6 +76,7 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
+        self.course = Course(settings.exact_tail)
         self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
@@ -148,9 +150,15 @@ class Training:
             return None, "the compiler chooses what a compiled model holds"
         try:
             device = self.device.type if self.device.type in ("cpu", "cuda") else None
+            rewrite.follow_(self.model, self._fullest())
             return memory.profile(self.model, self._one_batch(), device=device, optimizer="none").held, ""
         except Exception as e:  # whatever a model does that tensors without contents cannot: it can be trained all the same
             return None, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+
+    def _fullest(self) -> float:
+        """The share of the training at which the methods' schedules keep the most."""
+        points = [point for m in self.methods for point in m.schedule or ()]
+        return max(points, key=lambda point: point[1], default=(0.0, 1.0))[0]
 
     # A step
 
@@ -194,17 +202,16 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)
+        self.course.step(self.model, self.step, self.steps)
         if self.monitor is not None:
             few = max(2, self.micro // 4)  # their exact backward fits where the approximate one of all did
             self.monitor(lambda: self._loss(x[:few], y[:few]))
-        exact = s.exact_tail and self.step >= round((1 - s.exact_tail) * self.steps, 6)  # 1 - 0.7 is a little more than 0.3
-        with rewrite.exact(self.model) if exact else contextlib.nullcontext():
-            parts = list(zip(x.split(self.micro), y.split(self.micro), strict=True))
-            for i, (part, target) in enumerate(parts, 1):
-                with self._in_sync(i == len(parts)):
-                    loss = self._loss(part, target) / s.accumulate
-                    self.scaler.scale(loss).backward()
-                self.loss += loss.detach()
+        parts = list(zip(x.split(self.micro), y.split(self.micro), strict=True))
+        for i, (part, target) in enumerate(parts, 1):
+            with self._in_sync(i == len(parts)):
+                loss = self._loss(part, target) / s.accumulate
+                self.scaler.scale(loss).backward()
+            self.loss += loss.detach()
         if s.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
@@ -335,6 +342,12 @@ class Training:
         return weights * (2 + (self.settings.optimizer == "adamw") + (self.averaged is not None))
 
     def train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
+        try:
+            self._train(recorder, bar, stop)
+        finally:
+            self.course.end()
+
+    def _train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
         while self.step < self.steps:
             epoch, first = divmod(self.step, self.per_epoch)
             began = self.began = time.perf_counter()

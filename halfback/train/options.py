@@ -66,7 +66,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "fall": "of step: to this much of it, each time",
         "warmup": "epochs in which the rate rises to it",
         "clip": "the most that the gradient's norm may be",
-        "exact_tail": "the last share of the steps with exact gradients",
+        "exact_tail": "the last share of the steps with exact gradients, and all blocks recomputed so that no more is held",
     },
     "regularisation": {
         "crop": "pixels of padding that a random crop is taken from",
