@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 
 from torch import nn
 
+from .notes import log
 from .rewrite import exact, follow_
 from .untouched import applied_to
-
-log = logging.getLogger("halfback")
 
 
 class Course:

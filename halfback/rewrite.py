@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import re
 from collections.abc import Iterator
@@ -23,9 +22,8 @@ from . import blocks as finding
 from .heads import LEAST, Spared, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, Standin, State, restore_setting
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
+from .notes import log
 from .watch import Row, Watch, Watched, choose_layers
-
-log = logging.getLogger("halfback")
 
 
 @dataclass

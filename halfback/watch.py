@@ -19,7 +19,7 @@ from .compiled import Marking
 from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
-from .notes import listen, note
+from .notes import listen, note, rank
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def choose_layers(model: nn.Module, wanted: Any) -> list[str]:
     return [n for n in usable if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
 
-def seed_of(seed: int, call: int) -> int:
-    """Each call of a layer draws its own numbers."""
-    return (seed * 1_000_003 + call) % 2**31
+def seed_of(seed: int, call: int, rank: int = 0) -> int:
+    """Each call of a layer draws its own numbers, in each process."""
+    return (seed * 1_000_003 + call + rank * 998_244_353) % 2**31
 
 
 class Watch:
@@ -151,7 +151,7 @@ class Watch:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Wanted(self.store, seed_of(self.method.seed, self.calls), self.firm)
+        return Wanted(self.store, seed_of(self.method.seed, self.calls, rank()), self.firm)
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from .. import memory, planner, rewrite
 from ..course import Course
 from ..methods import Method, from_json, parse
 from ..monitor import Monitor
+from ..notes import log
 from ..untouched import applied_to
-
-log = logging.getLogger("halfback")
 
 
 class Attached:
