@@ -119,6 +119,7 @@ def accumulation(rank, world):
         for i in range(STEPS):
             sharded.in_sync(model, i == STEPS - 1)
             zoo.loss(model, samples(batch, rank)).backward()
+            assert all((p.grad is None) == (i < STEPS - 1) for p in model.parameters()), "nothing is sent before the last"
         for k, p in model.named_parameters():
             total = sum(mean(wanted, i, k) for i in range(STEPS))
             assert (p.grad.full_tensor() - total).abs().max() < 2e-6, (text, k)
@@ -151,6 +152,18 @@ def low_precision(rank, world):
         same = all(torch.equal(a, sharded.local(p)) for a, p in zip(before, model.parameters(), strict=True))
         assert same == (factor != 1.0), "a step with an overflow, and only that, is skipped"
     assert scaler.get_scale() == 2.0
+
+
+def turns_exact(rank, world):
+    """For a while, with all blocks recomputed, also where they were wrapped before."""
+    wanted = [[plain("vit", r)] * STEPS for r in range(world)]
+    for parallel in (lambda model: sharded.shard_(model, "cpu") or model, DDP):
+        model, batch, _ = made("vit", METHODS[0])
+        run = parallel(model)
+        before = hb.held(model, lambda: zoo.loss(run, batch))  # noqa: B023
+        with hb.exact(model, recompute=True):
+            check(model, run, wanted, rank, batch, ("exact", run))
+            assert hb.held(model, lambda: zoo.loss(run, batch)) < before  # noqa: B023
 
 
 def ties_stay(rank):
@@ -190,7 +203,8 @@ def trainings(rank, folder):
         "clip": 0.5,
         "ema": 0.9,
     }
-    record.draw = lambda *a: None  # curves, which other tests look at
+    record.draw = lambda *a: None  # curves, and what is held: other tests look at them
+    Training._count_held = lambda self: (1, "")
     common = {"model": "small-vit", "data": "digits", "epochs": 1, "batch": 256, "save_every": 1, "accumulate": 2}
     s = Settings(**common, **hard, parallel="fsdp")
     train(s, folder / "whole", say=say)
@@ -216,6 +230,7 @@ def main():
     draws_differ_by_rank(rank, world)
     accumulation(rank, world)
     low_precision(rank, world)
+    turns_exact(rank, world)
     ties_stay(rank)
     trainings(rank, Path(os.environ["FOLDER"]))
     dist.barrier()

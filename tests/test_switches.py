@@ -79,6 +79,18 @@ def test_methods_may_be_removed_while_gradients_are_exact():
     assert not any("forward" in vars(m) for m in model.modules()) and held(model, batch) == most
 
 
+def test_a_model_without_blocks_is_exact_and_says_that_it_holds_what_it_holds(caplog, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    hb.apply_(model, hb.DropIT(0.1, exact_first=False))
+    for rank, said in ((0, 1), (1, 0)):  # of several processes, one says it
+        monkeypatch.setattr("halfback.notes.rank", lambda rank=rank: rank)
+        caplog.clear()
+        with hb.exact(model, recompute=True):
+            assert not applied_to(model)[0].states[0].on
+        assert len(caplog.records) == said
+    assert applied_to(model)[0].states[0].on
+
+
 # Keep over the training
 
 

@@ -291,9 +291,10 @@ class Training:
 
     def _check_weights(self) -> None:
         """What is saved can be gone on from: a loss that was still finite may have made weights that are not."""
-        own: Any = [part for p in self.model.parameters() if p.is_floating_point() and (part := sharded.local(p.detach())).numel()]
+        parts = [sharded.local(p.detach()) for p in self.model.parameters() if p.is_floating_point()]
+        own: Any = [*(part for part in parts if part.numel()), self.loss]
         norms = torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)])
-        if self.world.any(not (norms.isfinite().all() & self.loss.isfinite())):
+        if self.world.any(not norms.isfinite().all()):
             raise self._diverged(self.loss.item() / (self.step % self.per_epoch or self.per_epoch))
 
     def _diverged(self, loss: float) -> Shared:
