@@ -298,7 +298,7 @@ CUTS = {
     "skiptokens": {"method": "skiptokens(keep=0.5)"},
     "sgd in parts, clipped": {"optimizer": "sgd", "accumulate": 2, "clip": 0.1, "lr": 0.05, "schedule": "step"},
     "augmented": {"mixup": 0.2, "cutmix": 1.0, "smoothing": 0.1, "erase": 0.5, "randaugment": 2, "flip": True},
-    "scheduled": {"method": "sbp(keep=0.5, schedule=((0.2, 0.8), (0.6, 0.2)))+dropit(schedule=((0, 0.1), (0.5, 0.9)))", "exact_tail": 0.4},
+    "scheduled": {"method": "sbp(keep=0.5, schedule=((0.2, 0.8), (0.6, 0.2)))+dropit(schedule=((0, 0.1), (0.5, 0.9)))", "exact_tail": 0.5},
     "monitored, exact at the end": {"method": "sbp(keep=0.5)", "monitor": 2, "exact_tail": 0.3, "save_every": 4},
     "bf16, channels last, averaged": {"dtype": "bf16", "channels_last": True, "ema": 0.9, "validation": 16},
 }
