@@ -7,6 +7,7 @@ report = hb.apply_(model, hb.SBP(keep=0.5), hb.Recompute())  methods compose
 report = hb.apply_(model, budget="16GiB", batch=batch)       methods that fit the memory, exact ones first
 hb.remove_(model)                                            the exact inverse
 with hb.exact(model): ...                                    exact gradients for a while
+hb.follow_(model, step / steps)                              keep what the methods' schedules say
 
 profile = hb.profile(model, batch)                           who holds how many bytes for backward
 plan = hb.plan(model, batch, budget="10GiB")                 what fits, and what it costs
@@ -21,7 +22,7 @@ from .methods import SBP, ChunkedLoss, DropIT, Lean, Recompute, SkipTokens, pars
 from .monitor import Monitor
 from .planner import Plan, apply_, plan
 from .positions import Positions
-from .rewrite import Report, exact, remove_
+from .rewrite import Report, exact, follow_, remove_
 from .streams import Streams
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "attention_memory",
     "audit",
     "exact",
+    "follow_",
     "held",
     "parse",
     "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .methods import METHODS as KNOWN
-from .train.settings import Stopped
+from .train.settings import Shared, Stopped
 
 ABOUT = """\
 Train PyTorch models with a fraction of the backward pass.
@@ -149,7 +150,7 @@ class Parser(argparse.ArgumentParser):
     """A mistake is one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}. See {self.prog} --help.")
+        raise Shared(f"{message}. See {self.prog} --help.")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -277,11 +278,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parser().parse_args(argv))
     except (ValueError, OSError, ImportError, MemoryError) as e:
-        print(f"halfback: {e}", file=sys.stderr)
+        tell(str(e), shared=isinstance(e, Shared))
         return 2
     except KeyboardInterrupt:
-        print("halfback: stopped.", file=sys.stderr)
+        tell("stopped.", shared=True)
         return 130
     except Stopped as e:
-        print(f"halfback: {e}", file=sys.stderr)
+        tell(str(e), shared=True)
         return e.code
+
+
+def tell(text: str, shared: bool) -> None:
+    """Of several processes, what all of them have to say the first one says."""
+    rank = int(os.environ.get("RANK", 0))
+    if not rank or not shared:
+        print(f"halfback{f', process {rank}' if rank else ''}: {text}", file=sys.stderr)

@@ -43,11 +43,14 @@ class State:
         self.report = report
         self.step = torch.zeros((), dtype=torch.int64)
         self.on = True
-        ratios = keeps(method.keep, len(chosen), method.ramp)
-        same = method.masks == "shared" and len(set(ratios)) == 1
-        self.ratios = ratios[:1] if same else ratios
-        self.row = {name: 0 if same else i for i, name in enumerate(chosen)}
+        self.set_keep(method.keep)
         self._reset()
+
+    def set_keep(self, keep: float) -> None:
+        ratios = keeps(keep, len(self.chosen), self.method.ramp)
+        same = self.method.masks == "shared" and len(set(ratios)) == 1
+        self.ratios = ratios[:1] if same else ratios
+        self.row = {name: 0 if same else i for i, name in enumerate(self.chosen)}
 
     def _reset(self) -> None:
         self.owner = listen(self.report)

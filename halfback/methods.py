@@ -16,6 +16,7 @@ from .positions import MASKS, RAMPS, SAMPLERS
 from .stores import Channels, Elements, FewBits, Rows
 
 Layers = str | Sequence[str] | Callable[[str, Any], bool]
+Schedule = Sequence[tuple[float, float]]  # (share of the training, keep)
 ATTENTION = ("query", "qkv", "heads")
 
 
@@ -24,6 +25,22 @@ class Method:
 
     changes_forward: ClassVar[bool] = False
     layers: Layers
+    keep: float
+    schedule: Schedule | None = None
+
+    def keep_at(self, done: float) -> float:
+        """What is kept when this share of the training is done."""
+        (share, keep), *later = self.schedule or ((0.0, self.keep),)
+        for until, then in later:
+            if done < until:
+                return keep + (then - keep) * max(0.0, done - share) / (until - share)
+            share, keep = until, then
+        return keep
+
+    @property
+    def keeps(self) -> list[float]:
+        """All that may be kept in a training."""
+        return [self.keep, *(keep for _, keep in self.schedule or ())]
 
     def changed(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -52,6 +69,26 @@ def _check_keep(method: str, keep: Any, of: str = "positions") -> None:
         raise ValueError(f"{method}(): keep={keep!r} must be a number in (0, 1]: the share of {of} that stays (0.5 is half).")
 
 
+def _check_schedule(method: Any) -> None:
+    """Lists, as JSON has them, become tuples."""
+    if method.schedule is None:
+        return
+    name, given = type(method).__name__, method.schedule
+    try:
+        points = tuple((float(share), keep) for share, keep in given)
+    except (TypeError, ValueError):
+        points = ()
+    shares = [share for share, _ in points]
+    if not points or shares != sorted(shares) or not 0 <= shares[0] <= shares[-1] <= 1:
+        raise ValueError(
+            f"{name}(): schedule={given!r} must be pairs of a share of the training, in [0, 1] and ascending, and what is kept from there "
+            "on, as ((0, 1.0), (0.5, 0.25))."
+        )
+    for _, keep in points:
+        _check_keep(name, keep)
+    object.__setattr__(method, "schedule", tuple((share, float(keep)) for share, keep in points))
+
+
 def _check_places(method: str, grid: Any, always: Any) -> None:
     if grid is not None and (not grid or len(grid) > 3 or any(not isinstance(g, int) or g < 1 for g in grid)):
         raise ValueError(f"{method}(): grid={grid!r} must be one to three positive sizes, as (14, 14).")
@@ -72,6 +109,8 @@ class SBP(Method):
     always     how many leading tokens (class, register) are always kept; None: found from the model
     masks      "shared" by all layers; "independent" and "disjoint" are for experiments
     opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
+    schedule   keep over the training, for who follows it (hb.follow_): points (share of the training, keep) with straight lines between
+               them, as ((0, 1.0), (0.5, 0.25)); two points at one share are a jump
     """
 
     keep: float = 0.5
@@ -84,9 +123,11 @@ class SBP(Method):
     masks: str = "shared"
     opaque: tuple[str, ...] = ()
     seed: int = 0
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         _check_keep("SBP", self.keep)
+        _check_schedule(self)
         _check_places("SBP", self.grid, self.always)
         _one_of("SBP", "sampler", self.sampler, SAMPLERS)
         _one_of("SBP", "ramp", self.ramp, RAMPS)
@@ -113,6 +154,7 @@ class SkipTokens(Method):
     always: int | None = None
     carry: bool | None = None
     seed: int = 0
+    schedule: Schedule | None = None
     changes_forward: ClassVar[bool] = True
     ramp: ClassVar[str] = "uniform"
     masks: ClassVar[str] = "shared"
@@ -121,6 +163,7 @@ class SkipTokens(Method):
 
     def __post_init__(self) -> None:
         _check_keep("SkipTokens", self.keep)
+        _check_schedule(self)
         _check_places("SkipTokens", self.grid, self.always)
         _one_of("SkipTokens", "sampler", self.sampler, SAMPLERS)
         if self.grid is not None:
@@ -179,6 +222,7 @@ class DropIT(Method):
     exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
                      and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)
+    schedule         keep over the training, as of SBP
     """
 
     keep: float = 0.1
@@ -191,9 +235,11 @@ class DropIT(Method):
     exact_first: bool = True
     layers: Layers = "all but first"
     seed: int = 0
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         _check_keep("DropIT", self.keep, "entries")
+        _check_schedule(self)
         _one_of("DropIT", "select", self.select, SELECTS)
         _one_of("DropIT", "of", self.of, OF)
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
@@ -207,16 +253,19 @@ class DropIT(Method):
             )
         if self.stochastic and self.bits is None:
             raise ValueError("DropIT(): stochastic=True rounds the copy that bits=4 or bits=8 keeps; give one of them.")
+        if self.schedule is not None and self.bits is not None:
+            raise ValueError(f"DropIT(): bits={self.bits} keeps the whole input, so schedule={self.schedule!r} means nothing.")
 
-    def store(self) -> Any:
+    def store(self, keep: float | None = None) -> Any:
         """How a layer's input is held; None: as it is."""
+        keep = self.keep if keep is None else keep
         if self.bits is not None:
             return FewBits(self.bits, self.stochastic)
-        if self.keep == 1:
+        if keep == 1:
             return None
         if self.of == "elements":
-            return Elements(self.keep, self.select, self.block)
-        return (Channels if self.of == "channels" else Rows)(self.keep, self.select)
+            return Elements(keep, self.select, self.block)
+        return (Channels if self.of == "channels" else Rows)(keep, self.select)
 
 
 METHODS: dict[str, type] = {c.__name__.lower(): c for c in (SBP, SkipTokens, Recompute, Lean, DropIT, ChunkedLoss)}

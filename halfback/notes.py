@@ -1,14 +1,26 @@
-"""Who hears of what only a forward can tell: merges, fallbacks, the positions that were drawn."""
+"""Who hears of what only a forward can tell (merges, fallbacks, the positions that were drawn), and who of several processes speaks."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import distributed
+
 LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _OWNERS = itertools.count(1)
+
+
+def rank() -> int:
+    """The number of this process among those that train together."""
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+log = logging.getLogger("halfback")
+log.addFilter(lambda record: rank() == 0)  # what one process has to say, all have
 
 
 def constant(f: Callable) -> Callable:

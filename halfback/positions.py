@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .notes import LISTENERS
+from .notes import LISTENERS, rank
 
 SAMPLERS = ("grid", "random", "frames", "fixed")
 RAMPS = ("uniform", "increasing", "decreasing")
@@ -180,15 +180,10 @@ def _pack(order: np.ndarray, k: int) -> np.ndarray:
     return np.stack([order, where])
 
 
-def _rank() -> int:
-    dist = torch.distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 @torch.library.custom_op("halfback::tick", mutates_args=("step",))
 def tick(step: Tensor) -> Tensor:
     """The key of this step's draws, and on to the next step. Both are CPU tensors."""
-    key = torch.tensor([_rank(), int(step)])
+    key = torch.tensor([rank(), int(step)])
     step += 1
     return key
 

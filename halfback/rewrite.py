@@ -22,6 +22,7 @@ from . import blocks as finding
 from .heads import LEAST, Spared, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, Standin, State, restore_setting
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
+from .notes import log
 from .watch import Row, Watch, Watched, choose_layers
 
 
@@ -65,9 +66,9 @@ class Report:
         text = f"{'x'.join(map(str, finest))} positions" + (f" after {always} that are always kept" if always else "")
         text += f", drawn on {'x'.join(map(str, grid))}" if factors else ""
         share = sum(counts) / len(counts) / math.prod(grid)
-        text += f"; {share:.1%} of them kept" + (" on average" if len(set(counts)) > 1 else "")
-        if text not in self.positions:
-            self.positions.append(text)
+        told = f"{text}; {share:.1%} of them kept" + (" on average" if len(set(counts)) > 1 else "")
+        if told not in self.positions:  # a schedule keeps more or less of the same positions later
+            self.positions = [*(p for p in self.positions if not p.startswith(f"{text};")), told]
 
     @property
     def merged(self) -> dict[str, list[str]]:
@@ -159,7 +160,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
 
     streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
-    chosen = picks[type(streamed)] if streamed and streamed.keep < 1 else []  # who keeps everything is exact
+    chosen = picks[type(streamed)] if streamed and min(streamed.keeps) < 1 else []  # who keeps everything is exact
     again = next((m for m in methods if isinstance(m, Recompute)), None)
     recomputed = picks.get(Recompute, [])
     if again and again.parts > 1:
@@ -231,7 +232,7 @@ def _heads(model: nn.Module, found: list[finding.Named]) -> list[str]:
 def _watch(model: nn.Module, methods: list, found: list[finding.Named], report: Report) -> Watch:
     """A ledger around the root, and around each block, where checkpointing may run it again."""
     method = next((m for m in methods if isinstance(m, DropIT)), methods[0])
-    chosen = report.approximated = choose_layers(model, method.layers) if isinstance(method, DropIT) and method.keep < 1 else []
+    chosen = report.approximated = choose_layers(model, method.layers) if isinstance(method, DropIT) and min(method.keeps) < 1 else []
     watch = Watch(model, method, chosen, report)
     for module in {id(m): m for m in (model, *(block for _, block in found))}.values():
         module.forward = Watched(module, watch, module.__dict__.get("forward"))
@@ -304,23 +305,69 @@ def remove_(model: nn.Module) -> None:
                 for flags in extra:
                     flags.pop(key, None)
         while isinstance(module.__dict__.get("forward"), Standin):
-            own = module.__dict__["forward"].own
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+            _take_off(module)
         module.__dict__.pop("_halfback", None)
 
 
+def _take_off(module: nn.Module) -> None:
+    """The outermost forward of an instance, which is ours."""
+    own = module.__dict__["forward"].own
+    if own is None:
+        del module.forward
+    else:
+        module.forward = own
+
+
 @contextlib.contextmanager
-def exact(model: nn.Module) -> Iterator[None]:
-    """Exact gradients for a while. Recompute and Lean, which are exact, stay on, and so does what of DropIT is Lean."""
-    states = [s for module in model.modules() for s in getattr(module.__dict__.get("_halfback"), "states", [])]
+def exact(model: nn.Module, recompute: bool = False) -> Iterator[None]:
+    """Exact gradients for a while. Recompute and Lean, which are exact, stay on, and so does what of DropIT is Lean.
+
+    recompute   all blocks are recomputed meanwhile, so that what is held falls instead of rising
+    """
+    states = _states(model)
     before = [s.on for s in states]
+    again = [Recomputed(block, block.__dict__.get("forward"), 1, name) for name, block in _not_recomputed(model)] if recompute else []
+    if recompute and not finding.find_blocks(model):
+        log.warning("halfback: exact(): %s has no blocks to recompute, so exact gradients hold what they hold.", type(model).__name__)
     for s in states:
         s.on = False
+    for standin in again:
+        standin.module.forward = standin
     try:
         yield
     finally:
         for s, on in zip(states, before, strict=True):
             s.on = on
+        for standin in again:
+            if standin.module.__dict__.get("forward") is standin:  # else remove_ was here
+                _take_off(standin.module)
+
+
+def follow_(model: nn.Module, done: float) -> None:
+    """Keep what the methods' schedules say when this share of the training is done, in [0, 1]: call it before each step."""
+    if not 0 <= done <= 1:
+        raise ValueError(f"follow_(): done={done!r} must be the share of the training that is done, in [0, 1].")
+    for s in _states(model):
+        if s.method.schedule is not None:
+            s.set_keep(s.method.keep_at(done))
+
+
+def _states(model: nn.Module) -> list[State | Watch]:
+    return [s for module in model.modules() for s in getattr(module.__dict__.get("_halfback"), "states", [])]
+
+
+def _not_recomputed(model: nn.Module) -> list[finding.Named]:
+    """The blocks that are not recomputed already, by us or by the model itself."""
+    return [
+        (name, block)
+        for name, block in finding.find_blocks(model)
+        if not any(isinstance(f, Recomputed) for f in _forwards(block)) and not getattr(block, "gradient_checkpointing", False)
+    ]
+
+
+def _forwards(module: nn.Module) -> Iterator[Any]:
+    """The forwards of an instance, outermost first."""
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "own", None)

@@ -19,7 +19,7 @@ from .compiled import Marking
 from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
-from .notes import listen, note
+from .notes import listen, note, rank
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def choose_layers(model: nn.Module, wanted: Any) -> list[str]:
     return [n for n in usable if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
 
 
-def seed_of(seed: int, call: int) -> int:
-    """Each call of a layer draws its own numbers."""
-    return (seed * 1_000_003 + call) % 2**31
+def seed_of(seed: int, call: int, rank: int = 0) -> int:
+    """Each call of a layer draws its own numbers, in each process."""
+    return (seed * 1_000_003 + call + rank * 998_244_353) % 2**31
 
 
 class Watch:
@@ -102,7 +102,7 @@ class Watch:
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
         self.on = True
-        self.store = method.store() if isinstance(method, DropIT) else None
+        self.set_keep(getattr(method, "keep", 1.0))
         self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0
         usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
@@ -120,6 +120,9 @@ class Watch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_model": weakref.ref(state["_model"])})
         self._reset()
+
+    def set_keep(self, keep: float) -> None:
+        self.store = self.method.store(keep) if isinstance(self.method, DropIT) else None
 
     def mark(self) -> int:
         """Where the draws stand; `rewind` goes back there."""
@@ -148,7 +151,7 @@ class Watch:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Wanted(self.store, seed_of(self.method.seed, self.calls), self.firm)
+        return Wanted(self.store, seed_of(self.method.seed, self.calls, rank()), self.firm)
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -89,6 +90,21 @@ def test_inductor_compiles():
     model, batch = zoo.make("timm_vit", layers=2)
     hb.apply_(model, hb.SBP(0.5, layers="all"), hb.Recompute())
     assert compiled_against_eager(model, batch, 3, "inductor") < 1e-4
+
+
+def test_a_compiled_model_turns_exact_recomputed_and_back():
+    model, batch = zoo.make("vit", layers=2)
+    hb.apply_(model, hb.SBP(layers="all", sampler="fixed"))
+    fast, gradients = torch.compile(model, fullgraph=True, backend="eager"), {}
+    for exact in (False, True, False):
+        for run in (model, fast):
+            model.zero_grad()
+            with hb.exact(model, recompute=True) if exact else contextlib.nullcontext():
+                for _ in range(2):
+                    zoo.loss(run, batch).backward()
+            gradients[run] = [p.grad.clone() for p in model.parameters()]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients.values(), strict=True))
+    assert counters["stats"]["unique_graphs"] == 2, "and the first one is used again"
 
 
 def test_skip_tokens_compiles():

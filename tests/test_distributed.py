@@ -16,21 +16,45 @@ import torch
 from safetensors.torch import load_file
 
 from halfback.train import pieces
-from halfback.train.checkpoint import found, latest
-from halfback.train.loop import Training
+from halfback.train.checkpoint import found, latest, load
+from halfback.train.loop import Training, train
 from halfback.train.pieces import STOPPED, Stop
 from halfback.train.settings import Settings, Stopped
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_on_two_processes_are_those_of_one(kind):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / f"{kind}_worker.py")]
-    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+def test_two_processes_with_ddp_and_fsdp_have_the_gradients_and_the_trainings_of_one(tmp_path, monkeypatch):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "several_worker.py")]
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path)}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"{kind} ok" in result.stdout
+    assert "several ok" in result.stdout
+    monkeypatch.setattr("halfback.train.record.draw", lambda *a: None)
+    s = Settings.load(tmp_path / "one" / "settings.json")
+    assert s.parallel == "fsdp"
+    train(s, tmp_path / "one", resume=True, say=lambda text: None)  # what two processes with FSDP began, and went on with DDP
+    train(s, tmp_path / "alone", say=lambda text: None)
+    one, ddp, alone = (load(latest(tmp_path / k / "checkpoints"))[0] for k in ("one", "ddp", "alone"))
+    assert set(one) == set(ddp) == set(alone) and any(k.startswith("averaged/") for k in one)
+    assert all(torch.allclose(alone[k], other[k], atol=1e-5) for other in (one, ddp) for k in alone)
+
+
+def test_parts_of_a_test_set_have_one_length(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for n in (1, 6, 7, 8):
+        parts = []
+        for rank in range(3):
+            monkeypatch.setenv("RANK", str(rank))
+            parts.append(pieces.World().portion(n))
+        assert len({len(mine) for mine, _ in parts}) == 1
+        assert sorted(i for mine, count in parts for i in mine[:count].tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("what", [{"compile": True}, {"channels_last": True}, {"monitor": 5}])
+def test_what_is_done_to_whole_weights_is_not_done_to_parts_of_them(what):
+    with pytest.raises(ValueError, match=f"leave {next(iter(what))} out, or give ddp"):
+        Settings(parallel="fsdp", **what)
 
 
 TRAINING = "-m halfback train --model small-vit --data digits --epochs 2 --batch 128 --save-every 3 --no-best".split()
@@ -89,14 +113,14 @@ def test_two_processes_stop_together_at_once_and_go_on(tmp_path, told):
         time.sleep(0.05)
     os.kill(process.pid, told)
     _, err = process.communicate(timeout=60)
-    steps = {int(n) for n in re.findall(r"stopped at step (\d+) of", err)}
+    steps = [int(n) for n in re.findall(r"stopped at step (\d+) of", err)]
     assert len(steps) == 1 and int(latest(tmp_path / "checkpoints").name) in steps, err[-3000:]
     out, _ = start(tmp_path, *more, "--resume").communicate(timeout=240)
     assert f"Goes on after step {steps.pop()}." in out and "top-1" in out
 
 
 def test_a_budget_on_two_processes_is_planned_by_the_first(tmp_path):
-    trained(tmp_path, "--budget", "0.6", "--epochs", "1")
+    trained(tmp_path, "--budget", "0.6", "--epochs", "1", "--parallel", "fsdp")
     assert "recompute" in json.loads((tmp_path / "result.json").read_text())["methods"]
 
 
@@ -122,4 +146,4 @@ def test_each_process_has_a_gpu_of_its_own_as_the_current_one(monkeypatch):
 
 def test_a_batch_that_cannot_be_shared_is_an_error(tmp_path):
     _, err = start(tmp_path, "--batch", "65").communicate(timeout=240)
-    assert "batch 65 cannot be shared evenly by 2 processes" in err and not (tmp_path / "settings.json").exists()
+    assert err.count("batch 65 cannot be shared evenly by 2 processes") == 1 and not (tmp_path / "settings.json").exists()

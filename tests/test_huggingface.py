@@ -119,14 +119,20 @@ def test_each_look_is_at_the_batch_of_its_step(tmp_path, monkeypatch):
     assert all(type(batch) is torch.Tensor for batch in seen) and callback.held
 
 
-@pytest.mark.parametrize("method", [SBP, "dropit(keep=0.3, select='random', exact_first=False)"])
+SCHEDULED = "sbp(keep=0.5, sampler='random', schedule=((0.25, 1.0), (0.75, 0.25)))"
+
+
+@pytest.mark.parametrize("method", [SCHEDULED, "dropit(keep=0.3, select='random', exact_first=False)"])
 def test_resumed_training_is_the_uninterrupted_one(tmp_path, method):
-    whole = trainer(tmp_path / "whole", gpt2(0.1), HalfbackCallback(method))
+    def callback():
+        return HalfbackCallback(method, exact_tail=0.125)
+
+    whole = trainer(tmp_path / "whole", gpt2(0.1), callback())
     whole.train()
-    cut = trainer(tmp_path / "cut", gpt2(0.1), HalfbackCallback(method), save_strategy="steps", save_steps=4)
+    cut = trainer(tmp_path / "cut", gpt2(0.1), callback(), save_strategy="steps", save_steps=4)
     cut.train()
     assert equal(weights(whole.model), weights(cut.model))
-    again = trainer(tmp_path / "cut", gpt2(0.1), HalfbackCallback(method))
+    again = trainer(tmp_path / "cut", gpt2(0.1), callback())
     again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
     assert equal(weights(whole.model), weights(again.model))
     saved = json.loads((tmp_path / "cut" / "checkpoint-4" / "trainer_state.json").read_text())["stateful_callbacks"]["HalfbackCallback"]
@@ -207,6 +213,20 @@ def test_no_sample_and_no_noise_is_lost(tmp_path, kind, callback):
     given = HalfbackCallback(callback) if isinstance(callback, str) else HalfbackCallback(**callback)
     plain, own = (trained(trainer(tmp_path, gpt2(0.1), *more, data=kind())) for more in ((), (given,)))
     assert equal(plain, own) and given.held
+
+
+def test_schedules_are_followed_and_no_more_is_held_in_an_exact_end(tmp_path):
+    model, seen = gpt2(), []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            (methods,) = (s for a in applied_to(model) for s in a.states)
+            seen.append((methods.ratios[0] if methods.on else None, hb.profile(model, _batch(), optimizer="none").held))
+
+    trainer(tmp_path, model, HalfbackCallback(SCHEDULED, exact_tail=0.25), Look()).train()
+    kept, held = zip(*seen, strict=True)
+    assert kept == (1.0, 1.0, 1.0, 0.8125, 0.625, 0.4375, None, None)
+    assert held[2] > held[3] > held[4] > held[5] > held[6] == held[7]
 
 
 def test_the_end_is_exact_also_after_a_training_that_broke_off(tmp_path):

@@ -65,17 +65,20 @@ def test_resumed_training_is_the_uninterrupted_one(tmp_path):
         fit(tmp_path / "other", HalfbackCallback("sbp(keep=0.25)"), 4, resume=path)
 
 
-def test_the_end_is_exact(tmp_path):
+def test_schedules_are_followed_and_the_end_is_exact():
     seen = []
 
     class Look(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            seen.append(next(s.on for a in applied_to(pl_module) for s in a.states))
+            (methods,) = (s for a in applied_to(pl_module) for s in a.states)
+            seen.append(methods.ratios[0] if methods.on else None)
 
-    module = Digits()
+    module, callback = Digits(), HalfbackCallback("sbp(schedule=((0, 1.0), (0.25, 0.5)))", exact_tail=0.5)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    L.Trainer(max_epochs=2, callbacks=[HalfbackCallback(SBP, exact_tail=0.5), Look()], enable_checkpointing=False, **quiet).fit(module)
-    assert seen == [True] * 4 + [False] * 4
+    L.Trainer(max_epochs=2, callbacks=[callback, Look()], enable_checkpointing=False, **quiet).fit(module)
+    assert seen == [1.0, 0.75, 0.5, 0.5, None, None, None, None]
+    with pytest.raises(ValueError, match="this one has inf steps"):
+        L.Trainer(max_epochs=-1, callbacks=[callback], enable_checkpointing=False, **quiet).fit(module)
 
 
 def test_which_part_is_the_network():

@@ -298,6 +298,7 @@ CUTS = {
     "skiptokens": {"method": "skiptokens(keep=0.5)"},
     "sgd in parts, clipped": {"optimizer": "sgd", "accumulate": 2, "clip": 0.1, "lr": 0.05, "schedule": "step"},
     "augmented": {"mixup": 0.2, "cutmix": 1.0, "smoothing": 0.1, "erase": 0.5, "randaugment": 2, "flip": True},
+    "scheduled": {"method": "sbp(keep=0.5, schedule=((0.2, 0.8), (0.6, 0.2)))+dropit(schedule=((0, 0.1), (0.5, 0.9)))", "exact_tail": 0.5},
     "monitored, exact at the end": {"method": "sbp(keep=0.5)", "monitor": 2, "exact_tail": 0.3, "save_every": 4},
     "bf16, channels last, averaged": {"dtype": "bf16", "channels_last": True, "ema": 0.9, "validation": 16},
 }
@@ -805,6 +806,18 @@ def test_the_tail_is_exact_and_only_the_tail(tmp_path, files, monkeypatch):
         checked.append(all(torch.equal(b - r * g, p.detach()) or torch.allclose(b - r * g, p.detach(), rtol=1e-6, atol=1e-9)
                            for b, g, p in zip(before, wanted, t.model.parameters(), strict=True)))  # fmt: skip
     assert checked == [False] * 9 + [True] * 3
+
+
+def test_the_schedule_is_followed_and_no_more_is_held_in_the_tail(tmp_path, files, monkeypatch):
+    monkeypatch.undo()
+    method = "sbp(keep=0.5, layers='all', schedule=((0, 0.75), (0.5, 0.25)))"
+    t = training(settings(files, method=method, exact_tail=0.25, model=f"{files}/nets.py:plain"), tmp_path)
+    most, held = t.held, []
+    for _ in range(t.steps):
+        t.train_step(*t.data.train.batch(torch.arange(16)))
+        held.append(hb.held(t.model, t._one_batch()))
+    assert held[0] == most and held[1:6] == sorted(held[1:6], reverse=True) and held[6] == held[8] == min(held[:9])
+    assert most > held[8] > held[9] == held[11], "the tail is exact, and recomputed"
 
 
 def test_losses_against_torch():

@@ -38,7 +38,7 @@ class HalfbackCallback(TrainerCallback, ExportableState):
     methods     methods, or their text as "sbp(keep=0.5)+recompute"; none with a budget, or where the model has them already
     budget      "16GiB" in all on the device, or 0.4 of the peak of plain training
     monitor     steps between comparisons with the exact gradient, which cost about three steps of a quarter of the batch; 0: never
-    exact_tail  the last share of the steps with exact gradients
+    exact_tail  the last share of the steps with exact gradients, and all blocks recomputed, so that no more is held
     """
 
     def __init__(

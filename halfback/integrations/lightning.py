@@ -31,7 +31,7 @@ class HalfbackCallback(L.Callback):
 
     methods     methods, or their text as "sbp(keep=0.5)+recompute"; none where the network has them already
     module      the name of the network in the LightningModule, as "model"; None: the child with nearly all of the parameters
-    exact_tail  the last share of the steps with exact gradients
+    exact_tail  the last share of the steps with exact gradients, and all blocks recomputed, so that no more is held
     """
 
     def __init__(self, *methods: str | Method, module: str | None = None, exact_tail: float = 0.0):

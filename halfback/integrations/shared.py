@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from typing import Any
 
 import torch
@@ -11,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .. import memory, planner, rewrite
+from ..course import Course
 from ..methods import Method, from_json, parse
 from ..monitor import Monitor
+from ..notes import log
 from ..untouched import applied_to
-
-log = logging.getLogger("halfback")
 
 
 class Attached:
@@ -24,7 +22,7 @@ class Attached:
     methods     methods, or their text as "sbp(keep=0.5)+recompute"; none with a budget, or where the model has them already
     budget      "16GiB" in all on the device, or 0.4 of the peak of plain training
     every       steps between comparisons with the exact gradient; 0: never
-    exact_tail  the last share of the steps with exact gradients
+    exact_tail  the last share of the steps with exact gradients, and all blocks recomputed, so that no more is held
     """
 
     def __init__(self, methods: tuple[str | Method, ...], budget: Any, prefer: str, every: int, exact_tail: float):
@@ -43,8 +41,8 @@ class Attached:
         self.batch: Any = None  # that the monitor will look at
         self.wanted = False  # a look, in this step
         self.counts = False  # what is held, in the first step
+        self.course = Course(exact_tail)
         self._hook: Any = None
-        self._exact: contextlib.ExitStack | None = None
 
     # Methods
 
@@ -116,11 +114,8 @@ class Attached:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def step_begins(self, step: int, steps: int) -> None:
-        if self.exact_tail and steps > 0 and step >= (1 - self.exact_tail) * steps and self._exact is None:
-            self._exact = contextlib.ExitStack()
-            self._exact.enter_context(rewrite.exact(self.model))
-            log.info("halfback: exact gradients from step %d of %d on", step, steps)
+    def step_begins(self, step: int, steps: float) -> None:
+        self.course.step(self.model, step, steps)
         self.wanted = self.monitor is not None and (step + 1) % self.every == 0
 
     def step_ends(self, step: int) -> None:
@@ -139,9 +134,7 @@ class Attached:
 
     def end(self) -> None:
         self.batch, self.wanted, self.counts = None, False, False
-        if self._exact is not None:
-            self._exact.close()
-            self._exact = None
+        self.course.end()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

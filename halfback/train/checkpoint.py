@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sharded import part_of
+
 TENSORS, STATE = "state.safetensors", "state.json"
 ROOM = 3  # checkpoints that must fit on the disk before a training begins
 
@@ -179,12 +181,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
         index, _, key = place.partition("/")
         state.setdefault(int(index), {})[key] = value
     groups = [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in saved["groups"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for p, values in optimizer.state.items():  # they lie in memory as their parameter does, which fused optimizers ask for
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    for number, values in state.items():  # they lie in memory as their parameter does, which fused optimizers ask for
+        p = parameters[number]
         values.update(
             {
-                k: torch.empty_like(p, dtype=v.dtype).copy_(v)
+                k: torch.empty_like(p, dtype=v.dtype).copy_(part_of(v, p))
                 for k, v in values.items()
                 if isinstance(v, Tensor) and v.shape == p.shape and v.ndim
             }
         )
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -23,7 +23,7 @@ def what_fits(t: Training) -> str:
     s = t.settings
     told = f"out of memory on {s.device} with {s.batch} samples" + (f" in {s.accumulate} parts" if s.accumulate > 1 else "") + "."
     advice = "Give a larger --accumulate, a smaller --batch, or --budget."
-    if t.device.type != "cuda":
+    if t.device.type != "cuda" or t.sharded:  # counting would run a model that waits for the other processes
         return f"{told} {advice}"
     try:
         return f"{told} {'; '.join(counted(t)) or advice.rstrip('.')}."

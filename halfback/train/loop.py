@@ -26,18 +26,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
+from ..course import Course
 from ..methods import from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
 from ..report import readable
 from ..untouched import applied_to
-from . import checkpoint
+from . import checkpoint, sharded
 from .augment import Augment, normalise
 from .fits import what_fits
 from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
-from .settings import STOPPED, Settings, Stopped, budget_of, methods_of
+from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
 
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
@@ -54,7 +55,7 @@ class Training:
         self.micro, over = divmod(settings.batch, self.world.size * settings.accumulate)
         if over or not self.micro:
             parts = f"{self.world.size} processes" + (f" in {settings.accumulate} parts" if settings.accumulate > 1 else "")
-            raise ValueError(f"batch {settings.batch} cannot be shared evenly by {parts}.")
+            raise Shared(f"batch {settings.batch} cannot be shared evenly by {parts}.")
         self.data = self._data()
         self.per_epoch = len(self.data.train) // settings.batch
         if not self.per_epoch:
@@ -68,6 +69,11 @@ class Training:
         self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None
         self.methods = self._methods()
         self.report = rewrite.apply_(self.model, *self.methods) if self.methods else ""
+        self.held, self.why_not_held = self._count_held()
+        self.sharded = settings.parallel == "fsdp" and self.world.size > 1
+        if self.sharded:
+            for model in (self.model, *(() if self.averaged is None else (self.averaged.model,))):
+                sharded.shard_(model, self.device.type)
         self.optimizer = make_optimizer(settings, self.model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self.monitor = Monitor(self.model, settings.monitor) if settings.monitor and self.methods else None
@@ -75,13 +81,13 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
+        self.course = Course(settings.exact_tail)
         self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
-        self.held, self.why_not_held = self._count_held()
         if settings.compile:
             self.run = torch.compile(self.model)  # type: ignore[assignment]
-        if self.world.size > 1:
+        if self.world.size > 1 and not self.sharded:
             self.run = DistributedDataParallel(self.run)
 
     # Set up
@@ -148,9 +154,15 @@ class Training:
             return None, "the compiler chooses what a compiled model holds"
         try:
             device = self.device.type if self.device.type in ("cpu", "cuda") else None
+            rewrite.follow_(self.model, self._fullest())
             return memory.profile(self.model, self._one_batch(), device=device, optimizer="none").held, ""
         except Exception as e:  # whatever a model does that tensors without contents cannot: it can be trained all the same
             return None, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+
+    def _fullest(self) -> float:
+        """The share of the training at which the methods' schedules keep the most."""
+        points = [point for m in self.methods for point in m.schedule or ()]
+        return max(points, key=lambda point: point[1], default=(0.0, 1.0))[0]
 
     # A step
 
@@ -194,17 +206,16 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)
+        self.course.step(self.model, self.step, self.steps)
         if self.monitor is not None:
             few = max(2, self.micro // 4)  # their exact backward fits where the approximate one of all did
             self.monitor(lambda: self._loss(x[:few], y[:few]))
-        exact = s.exact_tail and self.step >= round((1 - s.exact_tail) * self.steps, 6)  # 1 - 0.7 is a little more than 0.3
-        with rewrite.exact(self.model) if exact else contextlib.nullcontext():
-            parts = list(zip(x.split(self.micro), y.split(self.micro), strict=True))
-            for i, (part, target) in enumerate(parts, 1):
-                with self._in_sync(i == len(parts)):
-                    loss = self._loss(part, target) / s.accumulate
-                    self.scaler.scale(loss).backward()
-                self.loss += loss.detach()
+        parts = list(zip(x.split(self.micro), y.split(self.micro), strict=True))
+        for i, (part, target) in enumerate(parts, 1):
+            with self._in_sync(i == len(parts)):
+                loss = self._loss(part, target) / s.accumulate
+                self.scaler.scale(loss).backward()
+            self.loss += loss.detach()
         if s.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
@@ -217,6 +228,9 @@ class Training:
 
     def _in_sync(self, last: bool) -> Any:
         """Processes add up their gradients once a step."""
+        if self.sharded:
+            sharded.in_sync(self.model, last)
+            return contextlib.nullcontext()
         return contextlib.nullcontext() if last or self.world.size == 1 else self.run.no_sync()  # type: ignore[operator]
 
     # The test
@@ -229,11 +243,12 @@ class Training:
         model.eval()
         part = self.data.test
         best, few, loss, count = (torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(4))
-        mine = torch.arange(self.world.rank, len(part), self.world.size)
+        mine, left = self.world.portion(len(part))
         for x, y in batches(part, mine, min(TESTED, max(self.settings.batch, 100)), epoch=0):
             x, y = self.prepared(x, y, augmented=False)
             with self.autocast():
                 scores = scores_of(model, x)
+            scores, y, left = scores[:left], y[:left], left - len(x)
             scores, y = scores.float().flatten(0, -2), y.flatten()
             ranked = scores.topk(min(TOP, self.data.classes), 1).indices == y[:, None]
             best += ranked[:, 0].sum()
@@ -241,6 +256,7 @@ class Training:
             loss += loss_from(scores, y, reduction="sum")
             count += len(y)
         self.model.train()
+        sharded.put_back(model)
         best, few, loss, count = self.world.total(torch.stack((best, few, loss, count))).unbind()
         n = count.item()
         found = {"top1": 100 * best.item() / n, "top5": 100 * few.item() / n, "test_loss": loss.item() / n}
@@ -251,8 +267,8 @@ class Training:
     def save(self) -> None:
         self._check_weights()
         optimizer, described = checkpoint.optimizer_state(self.optimizer)
-        averaged = {} if self.averaged is None else {f"averaged/{k}": v for k, v in self.averaged.model.state_dict().items()}
-        own = {f"model/{k}": v for k, v in self.model.state_dict().items()}
+        averaged = {} if self.averaged is None else {f"averaged/{k}": v for k, v in _tensors(self.averaged.model).items()}
+        own = {f"model/{k}": v for k, v in _tensors(self.model).items()}
         state = {
             "settings": self.settings.to_json(),
             "data": self._data_told(),
@@ -264,7 +280,7 @@ class Training:
             "last": self.last,
             "monitor": [] if self.monitor is None else self.monitor.history[:1] + self.monitor.history[1:][-1:],
         }
-        tensors = {**own, **optimizer, **averaged, "loss": self._mean_loss()}
+        tensors = sharded.gathered({**own, **optimizer, **averaged, "loss": self._mean_loss()}, self.world.first)
         if self.world.first:
             checkpoint.save(self.folder / "checkpoints", self.step, tensors, state, self.settings.keep_last)
         self.world.wait()
@@ -275,17 +291,18 @@ class Training:
 
     def _check_weights(self) -> None:
         """What is saved can be gone on from: a loss that was still finite may have made weights that are not."""
-        own: Any = [p.detach() for p in self.model.parameters() if p.is_floating_point()]
+        parts = [sharded.local(p.detach()) for p in self.model.parameters() if p.is_floating_point()]
+        own: Any = [*(part for part in parts if part.numel()), self.loss]
         norms = torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)])
-        if not (norms.isfinite().all() & self.loss.isfinite()):
+        if self.world.any(not norms.isfinite().all()):
             raise self._diverged(self.loss.item() / (self.step % self.per_epoch or self.per_epoch))
 
-    def _diverged(self, loss: float) -> ValueError:
+    def _diverged(self, loss: float) -> Shared:
         what = f"the training loss is {loss:.3g}" if not math.isfinite(loss) else "weights are no longer finite"
         last = checkpoint.latest(self.folder / "checkpoints")
         there = f"The last checkpoint, of step {int(last.name)}, is from before." if last else "There is no checkpoint yet."
         advice = "Lower --lr, give --warmup or --clip, or with fp16 try bf16, in another --out."
-        return ValueError(f"{what} at step {self.step} of {self.steps}: training has diverged. {advice} {there}")
+        return Shared(f"{what} at step {self.step} of {self.steps}: training has diverged. {advice} {there}")
 
     def _data_told(self) -> str:
         return f"{len(self.data.train)} samples of {tuple(self.data.shape)}, {self.data.classes} classes"
@@ -320,12 +337,14 @@ class Training:
         if set(own) != set(tensors) or any(own[k].shape != tensors[k].shape for k in own):
             other = sorted(set(own) ^ set(tensors)) or [k for k in own if own[k].shape != tensors[k].shape]
             raise ValueError(f"{place} is a checkpoint of another model than {self.settings.model!r}: {other[0]} differs, of {len(other)}.")
-        model.load_state_dict(tensors)
+        model.load_state_dict({k: sharded.part_of(t, own[k]) for k, t in tensors.items()})
 
     def keep_best(self) -> None:
         """The weights that tested best, alone, for whoever uses the model."""
         model = self.averaged.model if self.averaged is not None else self.model
-        checkpoint.save_weights(self.folder / "best.safetensors", self.folder / "checkpoints", dict(model.state_dict()))
+        weights = sharded.gathered(_tensors(model), self.world.first)
+        if self.world.first:
+            checkpoint.save_weights(self.folder / "best.safetensors", self.folder / "checkpoints", weights)
 
     # All of it
 
@@ -335,6 +354,12 @@ class Training:
         return weights * (2 + (self.settings.optimizer == "adamw") + (self.averaged is not None))
 
     def train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
+        try:
+            self._train(recorder, bar, stop)
+        finally:
+            self.course.end()
+
+    def _train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
         while self.step < self.steps:
             epoch, first = divmod(self.step, self.per_epoch)
             began = self.began = time.perf_counter()
@@ -389,7 +414,7 @@ class Training:
         recorder.epoch(**row)
         if row["top1"] > self.best:
             self.best = row["top1"]
-            if self.settings.best and self.world.first:
+            if self.settings.best:
                 self.keep_best()
 
     def _stop(self, stop: Stop) -> None:
@@ -397,7 +422,7 @@ class Training:
         raise Stopped(f"stopped at step {self.step} of {self.steps}; saved. --resume goes on from there.", stop.code or STOPPED)
 
     def _look(self, bar: Any, loss: float, speed: float) -> None:
-        if not math.isfinite(loss):
+        if self.world.any(not math.isfinite(loss)):
             raise self._diverged(loss)
         told = {"loss": f"{loss:.3f}", "per s": f"{speed:.0f}"}
         if "top1" in self.last:
@@ -523,6 +548,11 @@ def _started(settings: Settings, folder: Path, resume: bool) -> Path | None:
     if path.is_file():
         _check_same(settings, Settings.load(path), folder)
     return last
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tied weights are one and the same."""
+    return dict(model.state_dict(keep_vars=True))
 
 
 def _check_same(settings: Settings, other: Settings, where: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings, read_json
+from .settings import DECAYS, DTYPES, OPTIMIZERS, PARALLEL, SCHEDULES, Settings, Shared, read_json
 
 ABOUT = """\
 Trains a model with any method, on your data. It can be stopped at any moment, even killed: --resume goes on from the last checkpoint to
@@ -36,7 +36,8 @@ examples:
   halfback train --model vit-s4 --data cifar100 --method "sbp(keep=0.5)+lean" --optimizer adamw --lr 1e-3 --weight-decay 0.05
   halfback train --model timm:convnext_tiny --data folder --root imagenet --size 224 --budget 16GiB --device cuda --dtype bf16
   halfback train --out out/train --resume                                            go on
-  torchrun --nproc-per-node 4 -m -- halfback train ...                               share each batch among four GPUs (DDP)
+  torchrun --nproc-per-node 4 -m -- halfback train ...                               share each batch among four GPUs
+  torchrun --nproc-per-node 4 -m -- halfback train ... --parallel fsdp               and the weights too
 """
 GROUPS: dict[str, dict[str, str]] = {
     "what is trained": {
@@ -66,7 +67,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "fall": "of step: to this much of it, each time",
         "warmup": "epochs in which the rate rises to it",
         "clip": "the most that the gradient's norm may be",
-        "exact_tail": "the last share of the steps with exact gradients",
+        "exact_tail": "the last share of the steps with exact gradients, and all blocks recomputed so that no more is held",
     },
     "regularisation": {
         "crop": "pixels of padding that a random crop is taken from",
@@ -83,6 +84,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "where": {
         "device": "cpu or cuda",
         "dtype": f"{', '.join(DTYPES)}: of activations; weights are fp32",
+        "parallel": f"{' or '.join(PARALLEL)}: with torchrun, each process has all weights, or a part of each, as its optimizer's state",
         "compile": "with torch.compile",
         "channels_last": "images and clips, and the weights of convolutions, with their channels last in memory",
     },
@@ -139,4 +141,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
 def main(args: argparse.Namespace) -> None:
     from .loop import train
 
-    train(settings_from(args), args.out, resume=args.resume)
+    try:
+        settings = settings_from(args)
+    except ValueError as e:
+        raise Shared(str(e)) from e
+    train(settings, args.out, resume=args.resume)

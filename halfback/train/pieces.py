@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..batches import output_of
 from ..models import line_of
 from .settings import STOPPED, Settings
+from .sharded import local
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 
@@ -44,7 +46,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     others = [] if settings.decays == "all" else [p for p in trained if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
-    fused = settings.device.startswith("cuda")
+    fused = settings.device.startswith("cuda") and not (settings.optimizer == "sgd" and any(isinstance(p, DTensor) for p in trained))
     if settings.optimizer == "sgd":
         nesterov = settings.nesterov and settings.momentum > 0
         return torch.optim.SGD(groups, settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
@@ -60,8 +62,8 @@ class Averaged:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))  # the first weights are soon forgotten
-        own: Any = list(self.model.parameters())
-        new: Any = list(model.parameters())
+        own: Any = [local(p) for p in self.model.parameters()]
+        new: Any = [local(p) for p in model.parameters()]
         torch._foreach_lerp_(own, new, 1 - decay)
         for a, b in zip(self.model.buffers(), model.buffers(), strict=True):
             if a.is_floating_point():  # statistics of the weights that are averaged, not of the last ones
@@ -135,6 +137,12 @@ class World:
         for buffer in model.buffers() if self.size > 1 else ():
             dist.broadcast(buffer, 0)
 
+    def portion(self, n: int) -> tuple[Tensor, int]:
+        """This process's part of n samples, and how many of it count: all parts have one length, as all run a sharded model as often."""
+        mine = torch.arange(n)[self.rank :: self.size]
+        longest = -(-n // self.size)
+        return torch.cat((mine, torch.zeros(longest - len(mine), dtype=torch.int64))), len(mine)
+
     def share(self, indices: Tensor, batch: int) -> Tensor:
         """This process's part of each batch."""
         return indices.view(-1, self.size, batch // self.size)[:, self.rank].reshape(-1)
@@ -158,7 +166,7 @@ class Peak:
 
     def __exit__(self, *exc: Any) -> None:
         if self.device.type == "cuda" and not any(exc):
-            gradients = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            gradients = sum(local(p).nbytes for p in self.model.parameters() if p.requires_grad)
             self.allocated = torch.cuda.max_memory_allocated(self.device)
             self.most = self.allocated - torch.cuda.memory_allocated(self.device) - gradients
 

@@ -23,7 +23,17 @@ OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "step", "constant")
 DTYPES = ("fp32", "bf16", "fp16")
 DECAYS = ("all", "matrices")
-PATHS = ("root", "device", "save_every", "keep_last", "best", "tensorboard")  # how, not what: they may differ when a training goes on
+PARALLEL = ("ddp", "fsdp")
+WHOLE = {"compile": "compiled", "channels_last": "laid out in memory", "monitor": "compared"}  # what is done to whole weights or gradients
+PATHS = (
+    "root",
+    "device",
+    "parallel",
+    "save_every",
+    "keep_last",
+    "best",
+    "tensorboard",
+)  # how, not what: they may differ when a training goes on
 
 
 KINDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (  # what a setting's type is called, and what it is; the first that fits
@@ -51,6 +61,10 @@ SHARES = {"betas": "two numbers in [0, 1)", "milestones": "shares of the trainin
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+class Shared(ValueError):
+    """A mistake that all processes of a training see: the first one tells it."""
 
 
 class Stopped(Exception):
@@ -109,6 +123,7 @@ class Settings:
     # with what
     device: str = "cpu"
     dtype: str = "fp32"
+    parallel: str = "ddp"  # on several processes: each has all weights, or with "fsdp" a part of each
     compile: bool = False
     channels_last: bool = False
 
@@ -121,7 +136,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("dtype", DTYPES), ("decay", (None, *DECAYS))):
+        choices = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "dtype": DTYPES, "decay": (None, *DECAYS), "parallel": PARALLEL}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(k for k in known if k)}.")
         self._check_numbers()
@@ -166,6 +182,10 @@ class Settings:
             raise ValueError("dtype fp16 needs a GPU; give bf16 or fp32.")
         if self.compile and self.monitor:
             raise ValueError("monitor compares gradients in eager mode; leave compile out, or the monitor.")
+
+        for name, done in WHOLE.items() if self.parallel == "fsdp" else ():
+            if getattr(self, name):
+                raise ValueError(f"parallel fsdp shares weights out, and with {name} they are {done} whole; leave {name} out, or give ddp.")
 
     @property
     def decays(self) -> str:
