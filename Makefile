@@ -1,19 +1,19 @@
 # make setup   the environment, in .venv        make test   lint, types and tests
 # make demo    a comparison, four minutes       make bench  time and peak on your GPU, and the README's tables
-# make clean   all of it away
+# make docs    the documentation, into site/   make clean  all of it away
 
 PYTHON ?= python3
 BIN := .venv/bin
 # One thread: with two on busy cores, threads wait for each other and a step of 12 ms took up to 3.9 s.
 RUN := OMP_NUM_THREADS=1
 
-.PHONY: setup test demo bench clean
+.PHONY: setup test demo bench docs clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,train]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,train,docs]"
 	touch $@
 
 test: setup
@@ -32,5 +32,9 @@ bench: setup
 	$(BIN)/python benchmarks/dropit.py
 	$(BIN)/python benchmarks/tables.py
 
+docs: setup
+	$(RUN) $(BIN)/python docs/make.py
+	$(BIN)/python -m mkdocs build
+
 clean:
-	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

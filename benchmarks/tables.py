@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -201,16 +202,21 @@ TABLES = {
 OPTIONAL = {"dropit": RESULTS / "dropit.jsonl"}  # made where the README has a place for it and this file is there
 
 
+def fill(text: str, makers: Mapping[str, Callable[..., str]]) -> str:
+    """The text with what stands between `<!-- name -->` and `<!-- /name -->` made anew, on lines of its own or within one;
+    `<!-- name: a; b -->` calls its maker with a and b."""
+    names = "|".join(map(re.escape, makers))
+    place = re.compile(rf"(<!-- ({names})(?:: ([^\n]*?))? -->(\n?)).*?(<!-- /\2 -->)", re.DOTALL)
+    return place.sub(lambda m: m[1] + makers[m[2]](*(m[3].split("; ") if m[3] else ())) + m[4] + m[5], text)
+
+
 def filled(text: str) -> str:
-    """The text with what stands between `<!-- name -->` and `<!-- /name -->` made anew."""
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if name in OPTIONAL and not (OPTIONAL[name].exists() and pattern.search(text)):
-            continue
-        if not pattern.search(text):
+    """The README with its tables made anew."""
+    there = {name: make for name, make in TABLES.items() if name not in OPTIONAL or OPTIONAL[name].exists()}
+    for name in there:
+        if name not in OPTIONAL and f"<!-- {name} -->" not in text:
             raise ValueError(f"README.md has no place for the table {name!r}.")
-        text = pattern.sub(lambda m, make=make: m[1] + make() + "\n" + m[2], text)
-    return text
+    return fill(text, there)
 
 
 def main() -> int:

@@ -109,6 +109,7 @@ class SBP(Method):
     always     how many leading tokens (class, register) are always kept; None: found from the model
     masks      "shared" by all layers; "independent" and "disjoint" are for experiments
     opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
+    seed       of the masks
     schedule   keep over the training, for who follows it (hb.follow_): points (share of the training, keep) with straight lines between
                them, as ((0, 1.0), (0.5, 0.25)); two points at one share are a jump
     """
@@ -175,6 +176,7 @@ class Recompute(Method):
     """Blocks are checkpointed: what they hold is computed again in the backward. Beside SBP the dropped positions' part of that
     falls away in a compiled model.
 
+    layers    "all", "last 2/3", names, glob patterns, or a function of (name, module)
     sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.
     parts     a batch goes through a recomputed block in so many parts, one after the other, so that the block has less alive at a time.
               Its samples must not see each other, as they do in a batch norm; the first step checks that. Blocks that SBP runs, and
@@ -222,6 +224,7 @@ class DropIT(Method):
     exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
                      and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)
+    seed             of random selections and roundings
     schedule         keep over the training, as of SBP
     """
 

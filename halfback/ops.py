@@ -185,6 +185,7 @@ def linear(name, func, args, kwargs):
 
 
 def addmm(name, func, args, kwargs):
+    """A bias and a linear layer in one, as transformers' Conv1D has it."""
     bias, x, weight = args
     if not isinstance(x, Streams) or x.axis != 0 or x.span != 1 or isinstance(bias, Streams) or bias.ndim > 1:
         return NotImplemented
@@ -259,6 +260,7 @@ def unbind(name, func, args, kwargs):
 
 
 def repeat_interleave(name, func, args, kwargs):
+    """Along an axis that is no position, as of key and value heads."""
     x, repeats = args[0], _argument(args, kwargs, 1, "repeats")
     dim = _argument(args, kwargs, 2, "dim")
     axis = None if dim is None else part_axis(x, dim)
@@ -335,6 +337,7 @@ def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func
 
 
 def reshape(name, func, args, kwargs):
+    """Views in which the positions can still be told from the rest."""
     x = args[0]
     if len(args) == 2 and isinstance(args[1], torch.dtype):
         return both(x, lambda part: func(part, args[1]))
@@ -348,6 +351,7 @@ def reshape(name, func, args, kwargs):
 
 
 def flatten(name, func, args, kwargs):
+    """As a view."""
     x = args[0]
     start = _argument(args, kwargs, 1, "start_dim", 0) % x.ndim
     end = _argument(args, kwargs, 2, "end_dim", -1) % x.ndim
@@ -356,6 +360,7 @@ def flatten(name, func, args, kwargs):
 
 
 def unflatten(name, func, args, kwargs):
+    """As a view."""
     x = args[0]
     dim = _argument(args, kwargs, 1, "dim") % x.ndim
     sizes = list(_argument(args, kwargs, 2, "sizes"))
@@ -366,6 +371,7 @@ def unflatten(name, func, args, kwargs):
 
 
 def permute(name, func, args, kwargs):
+    """The positions go where their axis goes."""
     x = args[0]
     dims = _sizes(args[1:]) if len(args) > 1 else list(kwargs["dims"])
     return _permuted(x, [d % x.ndim for d in dims])
@@ -382,6 +388,7 @@ def _permuted(x: Streams, dims: list[int]) -> Any:
 
 
 def transpose(name, func, args, kwargs):
+    """As permute."""
     x = args[0]
     first, second = (0, 1) if name == "t" else (_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1"))
     dims = list(range(x.ndim))
@@ -391,6 +398,7 @@ def transpose(name, func, args, kwargs):
 
 
 def movedim(name, func, args, kwargs):
+    """As permute."""
     x, source, target = args[0], _argument(args, kwargs, 1, "source"), _argument(args, kwargs, 2, "destination")
     if not isinstance(source, int) or not isinstance(target, int):
         return NotImplemented
@@ -400,6 +408,7 @@ def movedim(name, func, args, kwargs):
 
 
 def squeeze(name, func, args, kwargs):
+    """An axis that is no position goes."""
     x = args[0]
     dim = _argument(args, kwargs, 1, "dim")
     axis = part_axis(x, dim) if isinstance(dim, int) else None
@@ -410,6 +419,7 @@ def squeeze(name, func, args, kwargs):
 
 
 def unsqueeze(name, func, args, kwargs):
+    """A new axis, not among the positions."""
     x = args[0]
     dim = _argument(args, kwargs, 1, "dim") % (x.ndim + 1)
     if x.axis < dim < x.axis + x.span:
@@ -419,6 +429,7 @@ def unsqueeze(name, func, args, kwargs):
 
 
 def expand(name, func, args, kwargs):
+    """Along axes that are no positions."""
     x = args[0]
     sizes = list(args[1].shape) if name == "expand_as" else _sizes(args[1:])
     if not isinstance(x, Streams):
@@ -515,6 +526,7 @@ def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Stre
 
 
 def _attention(name, func, args, kwargs):
+    """The forward over all positions, exact; the backward as `attention=` says."""
     return (attend if name == "scaled_dot_product_attention" else multi_head)(*args, **kwargs)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import pytest
 from halfback.page import as_json, packed, page, write_page
 from halfback.report import readable
 
-FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run".split()
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "compare_digits.json"
 
 
@@ -168,20 +165,6 @@ def test_the_template_names_no_other_address():
 
 
 # The page in a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        reason = "no chromium on the path: the page was not tested in a browser"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        started = play.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import types
 
@@ -18,7 +17,6 @@ from halfback.train import record
 from halfback.train.record import COLUMNS, NEEDED, Recorder, chart, draw, nice, read_rows, write_json
 from halfback.train.settings import Settings
 
-FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run".split()
 HOSTILE = "</pre><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 
 
@@ -228,20 +226,6 @@ def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
 
 
 # The page in a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        reason = "no chromium on the path: the page was not tested in a browser"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        started = play.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -1,0 +1,152 @@
+"""The documentation: what is made is what is committed, its code runs, and the site builds, whole, and works without network."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from halfback import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"(?:<!-- not run: ([^\n]+) -->\n)?```(python|sh)\n(.*?)```", re.DOTALL)
+WHERE = {"light": {}, "dark": {"color_scheme": "dark"}, "phone": {"viewport": {"width": 390, "height": 844}}}
+spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "make.py")
+make = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make)
+
+
+def test_what_is_made_is_what_is_committed():
+    assert not [p.name for p, text in make.made().items() if p.read_text() != text], "run python docs/make.py"
+
+
+def test_a_part_that_nobody_makes_is_an_error():
+    place = "so <!-- time: sbp; ViT-B/16; plain -->{}<!-- /time --> it is"
+    assert make.page(place.format("5")) == place.format("1.00")
+    for text in ("<!-- nothing -->\n<!-- /nothing -->", "<!-- models -->", "<!-- /models -->"):
+        with pytest.raises(ValueError, match=r"Parts that nobody makes, or that do not begin or end: (nothing|models)"):
+            make.page(text)
+
+
+def test_every_table_of_the_results_has_a_place():
+    pages = "".join(p.read_text() for p in [ROOT / "README.md", *PAGES])
+    assert not [name for name in make.tables.TABLES if f"<!-- {name} -->" not in pages]
+
+
+def test_the_reference_has_every_name_and_option():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    assert not [name for name in make.hb.__all__ if f"\n### {name}\n" not in text]
+    methods = (ROOT / "docs" / "methods.md").read_text()
+    assert not re.findall(r"^\| `\w+` \| `.*` \|  \|$", methods, re.MULTILINE), "an option without a word in its method's docstring"
+
+
+# Code
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(why it is not run, language, code) of what is written by hand; examples are run by their own tests."""
+    return BLOCK.findall(re.sub(r"<!-- examples -->.*<!-- /examples -->", "", page.read_text(), flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
+def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    for why, language, code in blocks(page):
+        if why:
+            continue
+        if language == "python":
+            exec(compile(code, page.name, "exec"), space)
+            continue
+        for words in [shlex.split(line, comments=True) for line in code.splitlines()]:
+            assert words[0] == "halfback" and cli.main(words[1:]) == 0, f"{words}: {capsys.readouterr().err}"
+
+
+def test_few_blocks_are_not_run():
+    assert len([why for page in PAGES for why, *_ in blocks(page) if why]) <= 2
+
+
+# The site
+
+
+def build(folder: Path, to: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "mkdocs", "build", "-d", str(to)], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def mkdocs():
+    if importlib.util.find_spec("mkdocs") is None:
+        reason = "no mkdocs: the site was not built; pip install -e .[docs]"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def site(mkdocs, tmp_path_factory):
+    to = tmp_path_factory.mktemp("site")
+    began = time.monotonic()
+    done = build(ROOT, to)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 20
+    return to
+
+
+@pytest.mark.parametrize("wrong", ["[x](nowhere.md)", "[x](which.md#nowhere)", "![x](nowhere.svg)"])
+def test_a_broken_link_is_an_error(mkdocs, tmp_path, wrong):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "experiments", tmp_path / "experiments", ignore=shutil.ignore_patterns("runs", "*.json"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    with open(tmp_path / "docs" / "index.md", "a") as page:
+        page.write(wrong)
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0 and "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_pages_work_as_files(site, browser, where):
+    wrong = []
+    context = browser.new_context(offline=True, **WHERE[where])
+    tab = context.new_page()
+    tab.on("console", lambda m: wrong.append(f"{m.type}: {m.text}"))
+    tab.on("pageerror", lambda e: wrong.append(str(e)))
+    tab.on("requestfailed", lambda r: wrong.append(f"failed: {r.url}"))
+    tab.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else wrong.append(f"asked for {r.url}"))
+    for page in PAGES:
+        tab.goto((site / f"{page.stem}.html").as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{page.stem} is too wide"
+        assert tab.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)"), f"{page.stem} lacks a picture"
+        assert tab.evaluate("!document.body.innerHTML.includes('<!--')") and "](" not in tab.inner_text("main")
+    context.close()
+    assert wrong == []
+
+
+def test_the_search_finds(site, browser):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tab = browser.new_page()
+        wrong = []
+        tab.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+        tab.on("pageerror", lambda e: wrong.append(str(e)))
+        tab.goto(f"http://127.0.0.1:{server.server_port}/index.html")
+        with tab.expect_console_message(lambda m: "ready" in m.text):
+            tab.reload()
+        tab.locator("#mkdocs-search-query").press_sequentially("BatchNorm")
+        tab.wait_for_selector("#mkdocs-search-results a[href*=caveats]")
+        tab.close()
+        server.shutdown()
+    assert wrong == []
