@@ -9,6 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
+UNIT = r"(?<=\d) (?=ms|GiB|MiB|%|±)|(?<=±) (?=\d)"  # a number and its unit stay on one line of a table
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -18,8 +19,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    text = re.sub(r"<!-- [^\n]*? -->", "", markdown)
-    return text.replace("](../experiments/", "](experiments/")
+    text = re.sub(r"<!-- [^\n]*? -->", "", markdown).replace("](../experiments/", "](experiments/")
+    return re.sub(r"^\|.*", lambda row: re.sub(UNIT, "\N{NO-BREAK SPACE}", row[0]), text, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -52,6 +52,11 @@ def test_the_reference_has_every_name_and_option():
     assert not re.findall(r"^\| `\w+` \| `.*` \|  \|$", methods, re.MULTILINE), "an option without a word in its method's docstring"
 
 
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links and not [link for link in links if not (ROOT / link).exists()]
+
+
 # Code
 
 
