@@ -177,7 +177,7 @@ class Training:
     def prepared(self, x: Tensor, y: Any, augmented: bool) -> tuple[Tensor, Tensor]:
         """A batch as the model takes it: bytes become numbers, which are augmented in training."""
         if self.data.kind == "text":
-            return x, y
+            return x.long(), y
         if augmented:
             x = self.augment.prepared(x, self.data.mean, self.data.deviation, self.generator)
             x, y = self.augment.mixed(x, y, self.generator, self.data.classes)
@@ -260,7 +260,7 @@ class Training:
         best, few, loss, count = self.world.total(torch.stack((best, few, loss, count))).unbind()
         n = count.item()
         found = {"top1": 100 * best.item() / n, "top5": 100 * few.item() / n, "test_loss": loss.item() / n}
-        return {**found, "perplexity": math.exp(min(found["test_loss"], 700))} if self.data.kind == "text" else found
+        return {**found, "perplexity": math.exp(min(found["test_loss"], 700))} if part.labels is None else found
 
     # Checkpoints
 
