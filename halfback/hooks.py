@@ -26,7 +26,7 @@ from . import ops  # noqa: F401  fills the table
 from .methods import SBP, SkipTokens
 from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
-from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
+from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts, tell_einops
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
@@ -50,6 +50,7 @@ class State:
         self._reset()
 
     def _reset(self) -> None:
+        tell_einops()
         self.owner = listen(self.report)
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
@@ -259,6 +260,7 @@ class Enter(Hook):
         parts = list(block.modules())
         self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
         self.lines = {m.in_channels for m in parts if isinstance(m, nn.Conv1d)}
+        self.widths = {m.in_features for m in parts if isinstance(m, nn.Linear)} | {len(p) for p in block.parameters() if p.ndim == 1}
         self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
         self.first = next(iter(inspect.signature(block.forward).parameters), "")
 
@@ -299,7 +301,8 @@ class Enter(Hook):
             return 2, 1
         if x.ndim == 3:
             return (1, 1) if self.batch_first else (0, 1)
-        return (2, x.ndim - 2) if x.shape[1] in self.channels else (1, x.ndim - 2)
+        first = x.shape[1] in self.channels or (x.shape[1] in self.widths and x.shape[-1] not in self.widths)
+        return (2, x.ndim - 2) if first else (1, x.ndim - 2)
 
     def skip(self, x: Tensor, at: Positions, axis: int, span: int) -> Streams:
         kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)

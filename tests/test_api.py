@@ -170,6 +170,27 @@ def test_blocks_are_found_by_structure():
     assert len(find_blocks(swin)) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "first"),
+    [("efficientnet_b0", 15, "blocks.1.0"), ("resnetv2_50", 16, "stages.0.blocks.0"), ("skresnet18", 8, "layer1.0")],
+)
+def test_norms_with_an_activation_and_layers_within_blocks(name, count, first):
+    import timm
+
+    with torch.device("meta"):
+        blocks = [n for n, _ in find_blocks(timm.create_model(name))]
+    assert (len(blocks), blocks[0]) == (count, first)
+
+
+def test_channels_come_first_where_norms_and_layers_say_so():
+    import timm
+
+    model = timm.models.EdgeNeXt(num_classes=5, dims=(16, 24, 32, 48), depths=(1, 1, 1, 1), heads=(2, 2, 2, 2)).train()
+    report = hb.apply_(model, hb.SBP(layers="all"))
+    model(zoo.images(64)).sum().backward()
+    assert report.positions == ["16x16 positions, drawn on 2x2; 50.0% of them kept"]
+
+
 def test_swin_trains_with_exact_merges():
     from transformers import SwinConfig, SwinForImageClassification
 
