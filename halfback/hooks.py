@@ -365,6 +365,7 @@ class Standin:
     def __init__(self, module: nn.Module, own: Any = None):
         self._module = weakref.ref(module)
         self.own = own  # a forward that the instance had already
+        self.gone = False  # removed, where others may have put it into a forward of theirs, as Accelerate does
         self.__name__ = "forward"
         self.__signature__ = inspect.signature(module.forward)  # which trainers look at
 
@@ -380,6 +381,9 @@ class Standin:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_module": weakref.ref(state["_module"])})
 
+    def idle(self) -> bool:
+        return self.gone or not (self.module.training and torch.is_grad_enabled())
+
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
 
@@ -393,7 +397,7 @@ class Recomputed(Standin):
         self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
 
     def __call__(self, *args, **kwargs):
-        if not (self.module.training and torch.is_grad_enabled()):
+        if self.idle():
             return self.plain(*args, **kwargs)
         named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
         if named:

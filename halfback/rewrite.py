@@ -143,6 +143,7 @@ class Applied:
 
     report: Report
     states: list[State | Watch]
+    standins: list[Standin]
 
 
 def apply_(model: nn.Module, *methods: Method) -> Report:
@@ -176,8 +177,16 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
     if heads:
         model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
-    object.__setattr__(model, "_halfback", Applied(report, states))
+    object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
+
+
+def _standins(model: nn.Module) -> Iterator[Standin]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, Standin):
+            yield forward
+            forward = forward.own
 
 
 def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:
@@ -309,7 +318,8 @@ def remove_(model: nn.Module) -> None:
                 del module.forward
             else:
                 module.forward = own
-        module.__dict__.pop("_halfback", None)
+        for standin in getattr(module.__dict__.pop("_halfback", None), "standins", ()):
+            standin.gone = True
 
 
 @contextlib.contextmanager

@@ -153,6 +153,20 @@ def test_the_papers_layers_of_convnext(name, depths, third):
     assert hb.apply_(model, hb.SBP(layers="paper")).blocks == blocks[: 6 + third]
 
 
+@pytest.mark.parametrize("method", ["lean", "dropit(keep=0.2, exact_first=False)", "recompute", "sbp+lean+recompute"])
+def test_removal_reaches_a_forward_that_others_wrapped(method):
+    model, batch = zoo.make("vit", layers=2)
+    held = hb.held(model, lambda: zoo.loss(model, batch))
+    hb.apply_(model, *parse(method))
+    for module in model.modules():
+        if "forward" in module.__dict__:
+            ours = module.forward
+            module.forward = lambda *args, ours=ours, **kwargs: ours(*args, **kwargs)
+    assert hb.held(model, lambda: zoo.loss(model, batch)) < held
+    hb.remove_(model)
+    assert hb.held(model, lambda: zoo.loss(model, batch)) == held
+
+
 def test_blocks_are_found_by_structure():
     from transformers import MixtralConfig, MixtralForCausalLM, SwinConfig, SwinForImageClassification
 

@@ -12,6 +12,7 @@ import zoo
 import halfback as hb
 
 STEPS = 20
+METHODS = hb.SBP(keep=0.5, layers="all"), hb.DropIT(keep=0.2, activation_bits=8)
 SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 TEXT = {**SIZES, "vocab_size": 100, "use_cache": False}
 LABELS = torch.tensor([1, 2])
@@ -219,7 +220,7 @@ def plain(name: str) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", [hb.SBP(keep=0.5, layers="all"), hb.DropIT(keep=0.2, activation_bits=8)], ids=["sbp", "dropit"])
+@pytest.mark.parametrize("method", METHODS, ids=["sbp", "dropit"])
 def test_it_trains(name, method):
     first, held = plain(name)
     model, batch = make(name)
@@ -233,3 +234,27 @@ def test_it_trains(name, method):
         assert hb.held(model, lambda: loss_of(model, batch)) < held
     if isinstance(method, hb.DropIT):
         assert report.approximated and report.after < report.before
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["sbp", "dropit"])
+def test_what_timm_does_to_models_still_works(method, tmp_path):
+    from timm.utils import ModelEmaV3, unwrap_model
+
+    (plain, batch), (model, _) = make("timm_vit"), make("timm_vit")
+    hb.apply_(model, method)
+    ema = ModelEmaV3(model, decay=0.5)
+    train(model, batch)
+    ema.update(model)
+    assert unwrap_model(model) is model and unwrap_model(ema) is ema.module
+    assert not torch.equal(ema.module.head.weight, model.head.weight)
+    loss_of(ema.module, batch).backward()  # a copy with the method, and weights of its own
+    assert ema.module.head.weight.grad is not None
+
+    for m in (plain, model):
+        m.reset_classifier(7)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    plain.load_state_dict(torch.load(tmp_path / "weights.pt"), strict=True)
+    torch.testing.assert_close(zoo.call(model, batch), zoo.call(plain, batch))
+    model.zero_grad()
+    model.bfloat16()(batch[0].bfloat16()).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
