@@ -494,6 +494,8 @@ class Plan:
                 lines.append(f"  {type(m).__name__}: {_ranges(m.layers)}")
         return "\n".join(lines)
 
+    __repr__ = __str__  # what notebooks show
+
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "methods": [m.to_json() for m in self.methods]}
 

@@ -104,6 +104,8 @@ class Report:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
 
+    __repr__ = __str__  # what notebooks show
+
     def _held(self) -> list[str]:
         lines = []
         if self.before is None or self.after is None:

@@ -167,6 +167,14 @@ def test_removal_reaches_a_forward_that_others_wrapped(method):
     assert hb.held(model, lambda: zoo.loss(model, batch)) == held
 
 
+def test_notebooks_show_what_print_shows():
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4)
+    profile = hb.profile(model, batch)
+    report = hb.apply_(model, hb.DropIT(keep=0.5))
+    for shown in (profile, profile.compare(profile), report, hb.audit(model, batch, steps=1)):
+        assert repr(shown) == str(shown)
+
+
 def test_blocks_are_found_by_structure():
     from transformers import MixtralConfig, MixtralForCausalLM, SwinConfig, SwinForImageClassification
 
