@@ -54,7 +54,7 @@ def smollm2(out: Path):
 
 def sentences(tokenizer, path: Path) -> dict[str, np.ndarray]:
     rows = list(csv.reader(path.open(encoding="utf-8"), delimiter="\t", quoting=csv.QUOTE_NONE))
-    (label, text) = (0, 1) if rows[0][0] in ("0", "1", "label") else (1, 0)
+    (text, label) = (1, 0) if rows[0][0] in ("0", "1", "label") else (0, 1)
     rows = rows[1:] if rows[0][label] == "label" else rows
     tokens = tokenizer([r[text] for r in rows], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="np")["input_ids"]
     return {"tokens": tokens.astype(np.int32), "labels": np.array([int(r[label]) for r in rows])}

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
 from ..course import Course
+from ..extras import install
 from ..methods import from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
@@ -525,14 +526,9 @@ def _out_of_memory(e: BaseException) -> bool:
 
 def _check_packages(settings: Settings) -> None:
     """Known before a training, not at its first checkpoint."""
-    wanted = {
-        "tqdm": "halfback[train]",
-        "safetensors": "halfback[train]",
-        **({"tensorboard": "tensorboard"} if settings.tensorboard else {}),
-    }
-    for name, package in wanted.items():
+    for name in ("tqdm", "safetensors", *(["tensorboard"] if settings.tensorboard else [])):
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"a training needs {name}, which is not there: pip install {package}.")
+            raise ValueError(f"a training needs {name}, which is not there: {install(name)}.")
 
 
 def _started(settings: Settings, folder: Path, resume: bool) -> Path | None:
