@@ -12,7 +12,7 @@ RANK = 16
 def weights(name: str) -> Path:
     found = Path(os.environ.get("HALFBACK_WEIGHTS", "out/finetune")) / name
     if not (found / "config.json").is_file():
-        raise FileNotFoundError(f"{found} has no config.json. python experiments/finetune/prepare.py makes it; HALFBACK_WEIGHTS tells where.")
+        raise FileNotFoundError(f"{found} has no config.json. experiments/finetune/prepare.py makes it; HALFBACK_WEIGHTS tells where.")
     return found
 
 
