@@ -43,7 +43,7 @@ class Spec:
     loss: Callable[[nn.Module, Any], Tensor] = loss_of
     unit: str = "images"
     step: int = 32  # sizes are multiples of it
-    autocast: bool = False  # weights in float32, and autocast to bf16
+    autocast: bool = False  # weights in float32, and on a GPU autocast to bf16
     layout: torch.memory_format = torch.contiguous_format
 
     def build(self, device: str, dtype: torch.dtype) -> nn.Module:
@@ -65,7 +65,7 @@ class Spec:
         return tree_map_only(Tensor, put, dict(batch) if hasattr(batch, "keys") else batch)
 
     def run(self, model: Any, batch: Any, device: str) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocast and device == "cuda"):
             return self.loss(model, batch)
 
 
@@ -107,14 +107,15 @@ def long_side(size: int) -> int:
     return round(size * 1333 / 800)
 
 
-def mask_rcnn(size: int, depths: tuple[int, ...], widths: tuple[int, ...], channels: int) -> nn.Module:
+def mask_rcnn(size: int, depths: tuple[int, ...], widths: tuple[int, ...], channels: int, proposals: int = 2000) -> nn.Module:
     """torchvision's Mask R-CNN on the features of all four stages of a ConvNeXt."""
     from torchvision.models.detection import MaskRCNN
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
 
     layers = {str(2 * i + 1): str(i) for i in range(len(widths))}
     backbone = BackboneWithFPN(convnext(size, depths, widths).features, layers, list(widths), channels)
-    return MaskRCNN(backbone, 91, min_size=size, max_size=long_side(size))
+    few = {"rpn_pre_nms_top_n_train": proposals, "rpn_post_nms_top_n_train": proposals, "box_batch_size_per_image": min(512, proposals)}
+    return MaskRCNN(backbone, 91, min_size=size, max_size=long_side(size), **few)
 
 
 def people(n: int, size: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -213,7 +214,7 @@ SMALL: dict[str, dict[str, Any]] = {  # by kind: the same in a size for tests
     "resnet": {"depths": (1, 1, 1, 1)},
     "llama": {"layers": 3, "heads": 4, "keys": 2, "width": 32, "inner": 64, "words": 4096},
     "gpt2": {"layers": 3, "heads": 2, "width": 32, "words": 4096},
-    "detector": {"depths": (1, 1, 3, 1), "widths": (8, 16, 24, 32), "channels": 16},
+    "detector": {"depths": (1, 1, 3, 1), "widths": (8, 16, 24, 32), "channels": 16, "proposals": 16},
 }
 
 
