@@ -5,7 +5,7 @@
     budget X              torch.compile's activation_memory_budget
     selective             torch's checkpoint around each block, which holds what matrix products, convolutions and attention return
     offload               save_on_cpu: what autograd saves waits in the CPU's pinned memory
-    fewbits B             what autograd saves is held in B bits, scaled in groups, each tensor once; in the weights' dtype only, so that a
+    fewbits B             what autograd saves is held in B bits, scaled in groups, each tensor once; in the layers' dtype only, so that a
                           norm's statistics and attention's log-sum-exp stay. By our own fused kernels: it is not slow for lack of them
     patchdropout X        a share X of a ViT's patches enters the blocks, drawn for each sample: the forward is changed
     lora R                all weights frozen, and adapters of rank R on linear layers: it trains something else
@@ -86,9 +86,8 @@ class Coder:
 
     least = 1024  # elements; less is left as it is
 
-    def __init__(self, model: nn.Module, bits: int):
-        self.store = FewBits(bits)
-        self.dtype = next(p.dtype for p in model.parameters())
+    def __init__(self, model: nn.Module, bits: int, dtype: torch.dtype):
+        self.store, self.dtype = FewBits(bits), dtype
         self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
         self.known: dict[int, tuple[StorageWeakRef, dict[Any, weakref.ref[Coded]]]] = {}
 
@@ -116,7 +115,8 @@ class Coder:
 
 
 def fewbits_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:
-    return Applied(around=Coder(model, int(value)).hooks)
+    own = next(p.dtype for p in model.parameters())
+    return Applied(around=Coder(model, int(value), torch.bfloat16 if spec.autocast and device == "cuda" else own).hooks)
 
 
 # Fewer patches, fewer weights
@@ -186,7 +186,9 @@ def least_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:
 
 
 def budget_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:
-    torch._functorch.config.activation_memory_budget = value  # type: ignore[attr-defined]  # of this process, which is the row's own
+    from torch._functorch import config
+
+    config.activation_memory_budget = value  # of this process, which is the row's own
     return Applied()
 
 
