@@ -14,7 +14,6 @@ from halfback.bench.models import MODELS
 from halfback.bench.peers import Coder, lora_
 from halfback.bench.picture import picture
 from halfback.bench.rows import Row, rows_of
-from halfback.bench.run import Run
 from halfback.bench.work import Place, Step, Turn
 from halfback.cli import main
 
@@ -142,11 +141,14 @@ def bench(*argv: str, out) -> int:
     return main(["bench", "--device", "cpu", "--tiny", "--model", "small-vit", "--batch", "4", "--out", str(out), *argv])
 
 
-def test_rows_are_measured_once_and_drawn(tmp_path, capsys):
+def test_rows_are_measured_once_and_drawn_and_one_that_fails_is_told_and_not_tried_again(tmp_path, capsys):
     out = tmp_path / "bench.jsonl"
-    argv = ("--method", "sbp(keep=0.5)", "--only", "eager")
-    assert bench(*argv, out=out) == 0
+    argv = ("--method", "sbp(keep=0.5)", "--method", "sbp(layers='nowhere')", "--only", "eager")
+    assert bench(*argv, out=out) == 1
+    assert "sbp(layers='nowhere'), eager failed: ValueError: apply_(): layers='nowhere'" in capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["method"] for r in rows if "failed" in r] == ["sbp(layers='nowhere'), eager"]
+    rows = [r for r in rows if "failed" not in r]
     assert [r["method"] for r in rows] == ["plain, eager", "sbp(keep=0.5), eager", "plain, eager, again"]
     wanted = (
         "model method text compiled batch step_ms step_ms_p20 step_ms_p80 host_ms peak_gib time_ratio peak_ratio against gpu torch commit"
@@ -154,26 +156,12 @@ def test_rows_are_measured_once_and_drawn(tmp_path, capsys):
     assert all(set(wanted.split()) <= r.keys() and r["seed"] == 0 and r["device"] == "cpu" for r in rows)
     assert rows[1]["peak_ratio"] < 0.95 and rows[1]["against"] == "plain, eager" and rows[1]["ours"] and "time_floor" in rows[1]
     assert (tmp_path / "bench_small-vit_eager.png").stat().st_size > 10_000
-    capsys.readouterr()
     assert bench(*argv, out=out) == 0
-    assert len(out.read_text().splitlines()) == 3, "what is done is not measured again"
+    assert len(out.read_text().splitlines()) == 4, "what is done is not measured again"
+    capsys.readouterr()
     assert bench(*argv, "--list", out=out) == 0
     said = capsys.readouterr().out
-    assert said.count("done 20") == 2 and "sbp(keep=0.5), eager" in said
-
-
-def test_a_row_that_fails_is_told_and_written_and_not_tried_again(tmp_path, capsys):
-    out = tmp_path / "bench.jsonl"
-    assert bench("--method", "sbp(layers='nowhere')", "--only", "eager", out=out) == 1
-    said = capsys.readouterr().out
-    assert "failed: ValueError: apply_(): layers='nowhere'" in said
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["method"] for r in rows if "failed" in r] == ["sbp(layers='nowhere'), eager"]
-    run = Run(PLACE, out)
-    spec = Place("cpu", True, batch=4).spec("small-vit")
-    assert run.missing(spec, rows_of(spec, texts=["sbp(layers='nowhere')"])) == [
-        r for r in rows_of(spec, texts=["sbp(layers='nowhere')"]) if r.compiled
-    ]
+    assert said.count("done 20") == 2 and said.count("failed: ValueError") == 1
 
 
 def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
@@ -221,8 +209,10 @@ def test_the_picture_has_peers_and_ours_and_floors(tmp_path):
         {"method": "skip", "ours": True, "note": "changes the forward", "time_ratio": 0.7, "peak_ratio": 0.7, "time_floor": 0.6},
         {"method": "PatchDropout", "ours": False, "note": "changes the forward", "time_ratio": 0.5, "peak_ratio": 0.5},
     ]
-    picture(rows, "ViT", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for name, time in (("a.png", 1.0), ("wide.png", 4.0)):
+        slow = {"method": "offload", "ours": False, "note": "", "time_ratio": time, "peak_ratio": 0.2}
+        picture([*rows, slow], "ViT", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,13 @@ class LlamaHalf(Half):
 
         normed = block.input_layernorm(x)
         key, value = turned(by_head(attention.k_proj(normed)), cos, sin), by_head(attention.v_proj(normed))
+        # with a mask, a GPU's fast kernels take as many keys' heads as queries'
+        key, value = (y.repeat_interleave(attention.num_key_value_groups, 1) for y in (key, value))
 
         def attend(at: Tensor) -> Tensor:
             query = turned(by_head(attention.q_proj(normed[:, at])), cos[:, at], sin[:, at])
             seen = at[:, None] >= torch.arange(n, device=x.device)
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=query.shape[1] != key.shape[1])
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
             return attention.o_proj(out.transpose(1, 2).flatten(2))
 
         out = torch.zeros_like(x)

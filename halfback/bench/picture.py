@@ -18,6 +18,9 @@ STYLES = (  # who, the mark, the colour
 )
 
 
+WIDE = 1.8
+
+
 def style_of(row: dict[str, Any]) -> int:
     return (2 if row["note"] else 1) if row["ours"] else (3 if row["note"] else 0)
 
@@ -48,6 +51,10 @@ def picture(results: list[dict[str, Any]], title: str, path: Path) -> None:
                 floors = True
     axes.set_xlim(0, 1.3 * max(r["peak_ratio"] for r in results))  # room for labels
     axes.margins(y=0.12)
+    if max(r["time_ratio"] for r in results) > WIDE:  # one slow method would press all others together
+        axes.set_yscale("log")
+        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            ticks("{x:g}")
     axes.set(xlabel="peak memory of a step, relative to plain", ylabel="time of a step, relative to plain", title=title)
     axes.legend(loc="upper right", fontsize=9)
     canvas.draw()
