@@ -70,6 +70,23 @@ def test_a_detector_trains(text, monkeypatch):
     assert all(p.grad.isfinite().all() for p in step.model.backbone.parameters())
 
 
+@pytest.mark.parametrize(("name", "kind"), [("timm:vit_tiny_patch16_224", "patches"), ("hf:llama", "text"), ("torchvision:vgg11", "bare")])
+def test_your_own_model_is_offered_what_fits_it(name, kind):
+    spec = Place("cpu").spec(name)
+    texts = {r.text for r in rows_of(spec, every=True)}
+    assert spec.kind == kind and {"plain", "lean", "offload"} <= texts
+    assert ("patchdropout 0.5" in texts) == (kind == "patches") and ("lean+chunkedloss" in texts) == (kind == "text")
+    assert ("sbp(keep=0.5)" in texts) == ("recompute" in texts) == (kind != "bare")
+
+
+@pytest.mark.parametrize("text", ["plain", "patchdropout 0.5", "lora 16", "skiptokens(keep=0.5)"])
+def test_your_own_vit_trains(text):
+    place = Place("cpu", batch=2, size=32)
+    step = Step(place.spec("timm:vit_tiny_patch16_224"), Row("", text, False), place, Turn(None))
+    step()
+    assert len(step.batch[0]) == 2 and any(p.grad is not None and p.grad.isfinite().all() for p in step.model.parameters())
+
+
 def test_accumulated_gradients_are_the_whole_batchs():
     whole = stepped("vit-b", "plain")[1]
     parts = Step(PLACE.spec("vit-b"), Row("", "accumulate 4", False), PLACE, Turn(None))
@@ -164,6 +181,11 @@ def test_rows_are_measured_once_and_drawn_and_one_that_fails_is_told_and_not_tri
     assert said.count("done 20") == 2 and said.count("failed: ValueError") == 1
 
 
+def test_when_time_is_over_rows_are_left_for_the_next_call(tmp_path, capsys):
+    assert bench("--minutes", "0.00001", "--method", "lean", out=tmp_path / "bench.jsonl") == 75
+    assert "2 rows are left. The same command goes on" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
     turns = []
 
@@ -174,9 +196,9 @@ def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
         def give(self):
             turns.append("give")
 
-    step = Step(Place("cpu", True, batch=4).spec("small-vit"), Row("lean", "lean", True, True), PLACE, Told(None), floor=True)
+    step = Step(Place("cpu", True, batch=4).spec("small-vit"), Row("lean", "lean", True, True), PLACE, Told(None), with_floor=True)
     told = step.warm_up()
-    assert turns[:2] == ["take", "give"] and turns[2] == "take" and turns[-1] == "give"
+    assert turns[:5] == ["take", "give", "take", "give", "take"] and turns[-1] == "give"  # it is built, counted, and compiled, and runs
     assert told["fullgraph"] and told["time_floor"] == 1 and all(p.grad is None for p in step.model.parameters())
     assert step.measured()["memory"] == "held"
 
@@ -192,10 +214,12 @@ def test_the_largest_that_fits_is_found():
 
 def test_less_memory_fits_more_and_growth_is_fitted():
     spec = PLACE.spec("vit-b")
-    asked = [{"largest": "batch", "room_gib": 0.004}, {"largest": "batch", "room_gib": 0.006}, {"largest": "size", "room_gib": 0.003}]
-    found = [list(fits.work(spec, Row("", text, False), PLACE, {"asked": asked})) for text in ("plain", "recompute")]
-    assert all(less["at"] > plain["at"] > 0 and less["images_per_s"] > 0 for plain, less in zip(*found, strict=True))
-    assert found[0][1]["at"] > found[0][0]["at"]
+    rooms = [{"largest": "batch", "room_gib": r} for r in (0.003, 0.005)]
+    sized = [{"largest": "size", "room_gib": 0.002}]
+    small, large, side = fits.work(spec, Row("", "plain", False), PLACE, {"asked": [*rooms, *sized]})
+    (less,) = fits.work(spec, Row("", "recompute", False), PLACE, {"asked": rooms[:1]})
+    assert less["at"] > small["at"] > 0 and large["at"] > small["at"] and side["at"] % spec.step == 0 < side["at"] and side["batch"] == 1
+    assert less["images_per_s"] > 0 and less["step_ms"] > 0
     row = next(r for r in growth.rows_of(spec) if r.text == "plain")
     (swept,) = growth.work(spec, row, PLACE, {"asked": [{"swept": "batch"}]})
     assert swept["peak_exponent"] == pytest.approx(1, abs=0.2) and len(swept["points"]) == 4

@@ -54,7 +54,7 @@ def rows_of(spec: Spec) -> list[Row]:
 
 def asked_of(spec: Spec, rooms: Sequence[float], alone: Sequence[float]) -> list[dict[str, Any]]:
     what = "seq" if spec.unit == "tokens" else "size"
-    sized = [] if spec.kind in ("swin", "other", "text", "bare") else [{"largest": what, "room_gib": r} for r in alone]
+    sized = [] if spec.kind in ("swin", "patches", "other", "text", "bare") else [{"largest": what, "room_gib": r} for r in alone]
     return [*({"largest": "batch", "room_gib": r} for r in rooms), *sized]
 
 
@@ -91,6 +91,7 @@ class Trial:
         self.spec, self.row, self.place, self.what = spec, row, place, what
         self.room, self.why = 0.0, ""
         self.step: Step | None = None
+        self.optimizer: Any = None
         self.seen: dict[int, float] = {}  # bytes that fitted, by what is sought
 
     def limit(self, room: float) -> None:
@@ -124,7 +125,7 @@ class Trial:
             self.why = next(iter(str(e).splitlines()), "")[:200]
             print(f"{self.what} {n}: {self.why}", flush=True)
         if found is None or self.what != "batch":
-            self.step = None  # and all that it holds
+            self.step = self.optimizer = None  # and all that they hold
         give_memory_back()
         return found
 

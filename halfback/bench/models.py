@@ -34,7 +34,7 @@ class Spec:
 
     name: str
     about: str
-    kind: str  # which rows it is offered: see rows.py
+    kind: str  # which rows it is offered: see rows.py. A user's own is text (with a large vocabulary), patches (a ViT), other or bare
     make: Callable[..., nn.Module]  # of a size and of the settings
     feed: Callable[[int, int], Any]  # of a number of samples and a size: a batch
     batch: int
@@ -232,6 +232,9 @@ def find(name: str, batch: int | None = None, size: int | None = None, seq: int 
     return dataclasses.replace(spec, batch=batch or spec.batch, size=size or seq or spec.size)
 
 
+PLACES = ("encoder.dropout", "patch_drop")  # where torchvision's and timm's ViT have class token and patches, with their places
+
+
 def own(name: str, batch: int | None, size: int | None, seq: int | None) -> Spec:
     try:
         seen = load_subject(Wanted(name, batch, size, seq))
@@ -242,7 +245,8 @@ def own(name: str, batch: int | None, size: int | None, seq: int | None) -> Spec
     if callable(seen.batch()) and not isinstance(seen.batch(), Tensor):
         raise ValueError(f"bench: model {name!r} comes with a function as batch, which has no size; return (model, make_batch) instead.")
     blocks = [n for n, _ in find_blocks(seen.model)]
-    kind = "text" if find_heads(seen.model, blocks) else "other" if blocks else "bare"
+    patches = any(n in PLACES for n, _ in seen.model.named_modules())
+    kind = "bare" if not blocks else "text" if find_heads(seen.model, blocks) else "patches" if patches else "other"
     text = kind == "text" or seq is not None
     given = seen.inputs.split()[0]
 

@@ -32,7 +32,7 @@ from ..blocks import find_blocks
 from ..stores import FewBits, Held, Layout
 from .algorithm1 import algorithm1_
 from .mink import mink_
-from .models import Spec
+from .models import PLACES, Spec
 
 
 def nothing() -> None:
@@ -120,9 +120,6 @@ def fewbits_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied
 
 
 # Fewer patches, fewer weights
-
-
-PLACES = ("encoder.dropout", "patch_drop")  # where torchvision's and timm's ViT have class token and patches, with their places
 
 
 def patchdropout_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:

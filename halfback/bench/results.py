@@ -29,9 +29,13 @@ def here(device: str) -> dict[str, Any]:
         "gpu": found["device_name"] if device == "cuda" else "none",
         "torch": torch.__version__,
         "commit": os.environ.get("HALFBACK_COMMIT") or found["commit"] or "unknown",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "date": now(),
         "seed": 0,
     }
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
 def read(path: Path) -> Results:

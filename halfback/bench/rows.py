@@ -46,8 +46,8 @@ class Line(NamedTuple):
     note: str = ""
 
 
-BLOCKS = "vit convnext swin resnet llama gpt2 detector other text"  # models that have any
-STREAMS = "vit swin llama gpt2 other text"  # SBP on the last 2/3
+BLOCKS = "vit convnext swin resnet llama gpt2 detector patches other text"  # models that have any
+STREAMS = "vit swin llama gpt2 patches other text"  # SBP on the last 2/3
 STAGES = "convnext detector"  # SBP on the paper's layers
 PAPER = "sbp(layers='paper')"
 BITS = "activation_bits=4"
@@ -66,8 +66,8 @@ PEERS = (
     Line("offload to the CPU", "offload", "*", "e"),
     Line("saved tensors in 8 bits", "fewbits 8", "*", "e"),
     Line("saved tensors in 4 bits", "fewbits 4", "*", "e"),
-    Line("PatchDropout 0.5", "patchdropout 0.5", "vit", "ce", "", CHANGES),
-    Line("LoRA, rank 16", "lora 16", "vit convnext llama", "ce", "", OTHER),
+    Line("PatchDropout 0.5", "patchdropout 0.5", "vit patches", "ce", "", CHANGES),
+    Line("LoRA, rank 16", "lora 16", "vit convnext llama patches", "ce", "", OTHER),
     Line("flat Min-K, keep 0.1", "mink 0.1", "vit convnext llama", "e"),
     Line("flat Min-K, keep 0.2", "mink 0.2", "resnet", "e"),
 )
@@ -80,18 +80,18 @@ OURS = (
     Line("sbp, paper's layers, + recompute", f"{PAPER}+recompute", STAGES, "ce", "c"),
     Line("lean", "lean", "*", "ce", "c"),
     Line("sbp keep 1", "sbp(keep=1.0)", BLOCKS, "e", "e"),
-    Line("skiptokens", "skiptokens(keep=0.5)", "vit", "ce", "c", CHANGES),
-    Line(f"dropit 0.1, {BITS}", f"dropit(keep=0.1, {BITS})", "vit convnext swin gpt2 detector other text", "ce", "c"),
+    Line("skiptokens", "skiptokens(keep=0.5)", "vit patches", "ce", "c", CHANGES),
+    Line(f"dropit 0.1, {BITS}", f"dropit(keep=0.1, {BITS})", "vit convnext swin gpt2 detector patches other text", "ce", "c"),
     Line("dropit 0.2", "dropit(keep=0.2)", "resnet", "ce", "c"),
     Line("lean + chunkedloss", "lean+chunkedloss", "llama gpt2 text", "e", "e"),
     Line("sbp + lean + chunkedloss", "sbp(keep=0.5)+lean+chunkedloss", "llama gpt2 text", "e", "e"),
-    Line("sbp qkv", "sbp(keep=0.5, attention='qkv')", "vit llama gpt2 other text", "ce"),
-    Line("sbp qkv, all, + recompute", "sbp(keep=0.5, layers='all', attention='qkv')+recompute", "vit llama gpt2 other text", "ce"),
+    Line("sbp qkv", "sbp(keep=0.5, attention='qkv')", "vit llama gpt2 patches other text", "ce"),
+    Line("sbp qkv, all, + recompute", "sbp(keep=0.5, layers='all', attention='qkv')+recompute", "vit llama gpt2 patches other text", "ce"),
     Line("sbp, all, + recompute", "sbp(keep=0.5, layers='all')+recompute", STREAMS, "ce"),
     Line("sbp + lean + recompute", "sbp(keep=0.5)+lean+recompute(sparing=True)", STREAMS, "ce"),
     Line("sbp keep 0.25", "sbp(keep=0.25)", STREAMS, "ce"),
     Line("lean + recompute", "lean+recompute(sparing=True)", BLOCKS, "ce"),
-    Line(f"sbp + dropit 0.1, {BITS}", f"sbp(keep=0.5)+dropit(keep=0.1, {BITS})", "vit swin gpt2 other text", "ce"),
+    Line(f"sbp + dropit 0.1, {BITS}", f"sbp(keep=0.5)+dropit(keep=0.1, {BITS})", "vit swin gpt2 patches other text", "ce"),
     Line("dropit 0.1", "dropit(keep=0.1)", "vit convnext llama gpt2", "e"),
     Line(f"dropit bits=4, {BITS}", f"dropit(bits=4, {BITS})", "vit convnext", "ce"),
     Line("sbp, all blocks of three stages", "sbp(layers=('features.1.*', 'features.3.*', 'features.5.*'))", "convnext", "ce"),

@@ -104,7 +104,7 @@ class Run:
         return {**about, "batch": spec.batch, "size": spec.size, "unit": spec.unit, **more, **self.here}
 
     def write(self, spec: Spec, row: Row, figures: dict[str, Any], part: str = "step", **more: Any) -> dict[str, Any]:
-        line = {**self.common(spec, row, part, **more), **figures, "date": results.here(self.place.device)["date"]}
+        line = {**self.common(spec, row, part, **more), **figures, "date": results.now()}
         append(self.out, line)
         self.done[key(line)] = line
         return line
@@ -147,7 +147,7 @@ class Run:
         standing: list[Child] = []
         for i, (start, end) in enumerate(pairwise(cuts)):
             if self.is_over():
-                self.left += len(others) - start
+                self.left += max(1, len(others) - start)
                 break
             began = time.monotonic()
             batch = self._start(spec, [*(plains if i == 0 else []), *others[start:end]], folder, children)

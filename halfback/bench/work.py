@@ -106,15 +106,17 @@ def compile_first(model: nn.Module, backend: str, turn: Turn, fullgraph: bool) -
 class Step:
     """A model with its method, and the step that is measured."""
 
-    def __init__(self, spec: Spec, row: Row, place: Place, turn: Turn, floor: bool = False):
+    def __init__(self, spec: Spec, row: Row, place: Place, turn: Turn, with_floor: bool = False):
         self.spec, self.row, self.place, self.turn = spec, row, place, turn
         device, dtype = place.device, place.dtype
-        self.model = spec.build(device, dtype)
+        turn.take()
+        self.model = spec.build(device, dtype)  # in float32 at first
+        turn.give()
         self.share: dict[str, float] = {}
         self.report: Report | None = None
         self.applied = Applied()
         self.batch: Any = None
-        if floor and not is_peer(row.text):
+        if with_floor and not is_peer(row.text):
             self.share = self._shares()
         if is_peer(row.text):
             self.applied = apply_peer_(self.model, row.text, spec, device)
@@ -225,7 +227,7 @@ def work(path: Path) -> None:
         for n, found in enumerate(part(place.spec(given["model"]), row, place, given)):
             write(stem.with_suffix(f".done{n}"), found)
         return
-    step = Step(place.spec(given["model"]), row, place, Turn(path.parent / "turn"), floor=True)
+    step = Step(place.spec(given["model"]), row, place, Turn(path.parent / "turn"), with_floor=True)
     told = step.warm_up()
     write(stem.with_suffix(".ready"), told)
     for answer in commands(stem, given["parent"]):
