@@ -199,20 +199,20 @@ def _allow(within: bool) -> bool:
 
 class Around(Hook):
     """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
-    of what is checkpointed."""
+    of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors."""
 
-    def __init__(self, state: State, within: bool):
+    def __init__(self, state: State, within: bool, whole: bool = False):
         super().__init__(state)
-        self.within = within
+        self.within, self.whole = within, whole
 
-    def __call__(self, module, *_):
+    def __call__(self, module, args, output=None):
         if self.idle(module):
             return None
         if self.within:
             self.state.start()
         if torch.compiler.is_compiling():
             _allow(self.within)
-        return None
+        return merge_all(output) if self.whole and contains(output) else None
 
 
 class Begin(Hook):

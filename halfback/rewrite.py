@@ -262,7 +262,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     model.register_forward_hook(End(state), always_call=True)
     for name in _above(chosen):
         modules[name].register_forward_pre_hook(Around(state, True))
-        modules[name].register_forward_hook(Around(state, False))
+        modules[name].register_forward_hook(Around(state, False, whole=all(c.startswith(f"{name}.") for c in chosen)))
     for name in _before(model, chosen[0]):
         modules[name].register_forward_hook(Grid(state, name))
     for name in opaque:
