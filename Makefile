@@ -28,8 +28,7 @@ demo: setup
 bench: setup
 	$(RUN) $(BIN)/python benchmarks/depth.py
 	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/sbp.py
-	$(BIN)/python benchmarks/dropit.py
+	$(BIN)/halfback bench
 	$(BIN)/python benchmarks/tables.py
 
 docs: setup

@@ -29,10 +29,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from harness import measure
 
 import halfback as hb
 from halfback.batches import loss_of
+from halfback.bench.measure import measure
 from halfback.planner import Impossible, Planner, plan_with
 
 HERE = Path(__file__).parent

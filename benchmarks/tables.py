@@ -109,6 +109,29 @@ def predicted(found: dict[str, dict]) -> list[str]:
     return [f"Plain training's peak less what the report says is saved differs from the measured peak by at most {max(errors):.1%}."]
 
 
+def bench_table() -> str:
+    """Each model's rows, compiled and eager, the newest of each; ratios are to plain of the same kind in the same run."""
+    lines = (json.loads(line) for line in (RESULTS / "bench.jsonl").read_text().splitlines())
+    steps = [r for r in lines if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r and not r["method"].endswith("again")]
+    out = []
+    for model in dict.fromkeys(r["model"] for r in steps):
+        found = {r["method"]: r for r in steps if r["model"] == model}
+        for about, compiled in (("compiled", True), ("eager", False)):
+            shown = [r for r in found.values() if r["compiled"] is compiled]
+            if len(shown) > 1:
+                head = ["| | step | peak | time | memory | |", "|---|---|---|---|---|---|"]
+                out += [f"{shown[0]['about']}, {about}:", "", *head, *map(bench_row, shown), ""]
+        first = next(iter(found.values()))
+        what = f"{first['size']} px" if first["unit"] == "images" else f"{first['size']} tokens"
+        out += [measured_on(first["about"], first, what), ""]
+    return "\n".join(out[:-1])
+
+
+def bench_row(r: dict) -> str:
+    name = f"**`{r['text']}`**" if r["ours"] else r["method"].removesuffix(", eager")
+    return f"| {name} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {r['time_ratio']:.2f} | {r['peak_ratio']:.2f} | {r['note']} |"
+
+
 def digits_table() -> str:
     data = json.loads((RESULTS / "compare_digits.json").read_text())
     out = ["| | accuracy | held | peak |", "|---|---|---|---|"]
@@ -194,12 +217,16 @@ TABLES = {
     "convnext": lambda: gpu_table("ConvNeXt-T", CONVNEXT),
     "eager": lambda: gpu_table("ViT-B/16", EAGER, "plain, eager"),
     "dropit": dropit_table,
+    "bench": bench_table,
     "digits": digits_table,
     "depth": depth_table,
     "profiles": profile_table,
     "plans": plan_table,
 }
-OPTIONAL = {"dropit": RESULTS / "dropit.jsonl"}  # made where the README has a place for it and this file is there
+OPTIONAL = {
+    "dropit": RESULTS / "dropit.jsonl",
+    "bench": RESULTS / "bench.jsonl",
+}  # made where the README has a place for it and this file is there
 
 
 def fill(text: str, makers: Mapping[str, Callable[..., str]]) -> str:

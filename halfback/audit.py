@@ -120,6 +120,8 @@ class Audit:
         said = "\n".join(f"  {sentence}" for sentence in self.meaning())
         return f"{head}\n{self._cells([*self.worst(3), self.all])}\n{said}"
 
+    __repr__ = __str__  # what notebooks show
+
     def meaning(self) -> list[str]:
         """What the figures mean, in plain words."""
         said = []

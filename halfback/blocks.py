@@ -1,7 +1,8 @@
 """Finding the blocks of a model by its structure, and choosing among them.
 
 A block is one of two or more modules of a class that stand in lists, and has parts, a weight matrix and a norm. Where such
-modules are nested (stages of blocks), the inner ones are the blocks. Experts of a mixture have no norm, so they are none.
+modules are nested (stages of blocks), the inner ones are the blocks, but for a single layer and its norm, which are a part of one.
+Experts of a mixture have no norm, so they are none.
 """
 
 from __future__ import annotations
@@ -27,21 +28,29 @@ def find_blocks(model: nn.Module) -> list[Named]:
     found = [(name, module) for name, module in model.named_modules() if id(module) in listed and _is_block(module)]
     kinds = Counter(type(block) for _, block in found)
     found = [(name, block) for name, block in found if kinds[type(block)] > 1]
-    names = [name for name, _ in found]
-    outer = {name for name in names if any(other.startswith(name + ".") for other in names)}
+    found = [(name, block) for name, block in found if _matrices(block) > 1 or not _within(name, found)]
+    outer = {name for name, _ in found if any(_within(inner, [(name, None)]) for inner, _ in found)}
     return [(name, block) for name, block in found if name not in outer]
+
+
+def _within(name: str, others: Sequence[tuple[str, Any]]) -> bool:
+    return any(name.startswith(other + ".") for other, _ in others)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(p.ndim >= 2 for p in module.parameters())
 
 
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, LISTS) or not any(True for _ in module.children()):
         return False
-    matrix = any(p.ndim >= 2 for p in module.parameters())
-    return matrix and any(_is_norm(m) for m in module.modules())
+    return _matrices(module) > 0 and any(_is_norm(m) for m in module.modules())
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Vectors are all that it has, and its own; an activation may be part of it."""
     own = list(module.parameters(recurse=False))
-    return bool(own) and not any(True for _ in module.children()) and all(p.ndim == 1 for p in own)
+    return bool(own) and all(p.ndim == 1 for p in module.parameters())
 
 
 def stages(blocks: Sequence[Named]) -> list[list[str]]:

@@ -27,6 +27,7 @@ examples:
   halfback compare                                                        a small ViT on scanned digits, eight ways, about four minutes
   halfback train --data cifar100 --model resnet18 --method lean           train, stop, resume
   halfback reproduce --list                                               the papers' experiments, and what came out
+  halfback bench                                                          time and memory against every peer, on your GPU
 """
 MODELS = """\
 models:
@@ -123,6 +124,25 @@ examples:
   halfback reproduce dropit_table2 --side-by-side 8 --minutes 10     ten minutes of it, eight trainings at a time
   halfback reproduce --page                                          write docs/results.md anew
 """
+BENCH = """\
+Time and peak memory of a training step with each method and with what one would use instead (checkpointing, gradient accumulation,
+torch.compile's memory budget, offloading, ...), on your GPU: forward and backward, weights in bf16. One process a row: several compile side
+by side, then they are timed one after the other, plain first and last. A row is written as soon as it is known and is not measured
+again for the same GPU, torch and commit, so a long one can be run in pieces. Ends with a table and pictures.
+
+time, peak       relative to plain training of the same kind, compiled or eager; compiled time: relative to compiled plain
+floor            the least time that the operations left of it would take
+--part fits      within 16 to 80 GiB the largest batch with each method and its speed; and the largest image or text at batch 1
+--part growth    time and peak as depth, tokens, batch and keep grow
+"""
+BENCH_EXAMPLES = """\
+examples:
+  halfback bench --minutes 9                                         ten minutes of the required rows; the same command goes on
+  halfback bench --set all --model vit-l --model gpt2-medium         all rows of two models
+  halfback bench --model timm:vit_small_patch16_224 --batch 128 --method "sbp(keep=0.5)+lean" --method "accumulate 2"
+  halfback bench --list                                              the rows, and which are done
+  halfback bench --part fits --model llama-1b --rooms 24
+"""
 METHODS = """\
   sbp(keep=0.5)                  the backward pass through half of the positions; attention='qkv' holds less still
   lean                           exact gradients; what is cheap to compute from what is held anyway is not held
@@ -154,6 +174,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    from .bench import command as bench
     from .train import options, reproduce
 
     raw = argparse.RawDescriptionHelpFormatter
@@ -168,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
         ("compare", "train with each method and compare", COMPARE, WRITING + COMPARE_EXAMPLES, _add_compare),
         ("train", "train a model, with any method", options.ABOUT, ONE_METHOD + options.EXAMPLES, options.add_arguments),
         ("reproduce", "run the papers' experiments again", REPRODUCE, REPRODUCE_EXAMPLES, reproduce.add_arguments),
+        ("bench", "time and memory against every peer, on your GPU", BENCH, MODELS + ONE_METHOD + BENCH_EXAMPLES, bench.add_arguments),
     ):
         fill(commands.add_parser(name, help=told, description=about, epilog=more, formatter_class=raw))
     return top
@@ -261,6 +283,10 @@ def run(args: argparse.Namespace) -> int:
     from .compare import Settings, compare
     from .train import options, reproduce
 
+    if args.command == "bench":
+        from .bench import command as bench
+
+        return bench.main(args)
     if args.command in ("train", "reproduce"):
         return {"train": options, "reproduce": reproduce}[args.command].main(args) or 0
     if args.command != "compare":

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from . import __version__
 from .batches import loss_of, output_of
 from .data import Data, load_data
+from .extras import install
 from .memory import profile
 from .methods import parse
 from .models import VIT_B16, load_model, small_vit
@@ -312,7 +313,7 @@ def _needed(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as e:
-        raise ValueError(f"compare needs {package}: pip install halfback[train].") from e
+        raise ValueError(f"compare needs {package}: {install(package)}.") from e
 
 
 def _on_device(data: Data, device: str) -> Data:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .extras import install
+
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -50,7 +52,7 @@ def digits(test: int = 360, seed: int = 0) -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ValueError("data 'digits' comes with scikit-learn: pip install halfback[train].") from e
+        raise ValueError(f"data 'digits' comes with scikit-learn: {install('scikit-learn')}.") from e
     found = load_digits()
     order = np.random.default_rng(seed).permutation(len(found.target))
     x, y = found.images[order].astype(np.float32), found.target[order]

@@ -333,7 +333,7 @@ class Spared(Standin):
         return self._owner
 
     def __call__(self, *args, **kwargs):
-        if not (self.module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        if self.idle() or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func
             return self.plain(*args, **kwargs)

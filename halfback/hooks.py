@@ -26,7 +26,7 @@ from . import ops  # noqa: F401  fills the table
 from .methods import SBP, SkipTokens
 from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
-from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts
+from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts, tell_einops
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
@@ -53,6 +53,7 @@ class State:
         self.row = {name: 0 if same else i for i, name in enumerate(self.chosen)}
 
     def _reset(self) -> None:
+        tell_einops()
         self.owner = listen(self.report)
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
@@ -198,20 +199,20 @@ def _allow(within: bool) -> bool:
 
 class Around(Hook):
     """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
-    of what is checkpointed."""
+    of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors."""
 
-    def __init__(self, state: State, within: bool):
+    def __init__(self, state: State, within: bool, whole: bool = False):
         super().__init__(state)
-        self.within = within
+        self.within, self.whole = within, whole
 
-    def __call__(self, module, *_):
+    def __call__(self, module, args, output=None):
         if self.idle(module):
             return None
         if self.within:
             self.state.start()
         if torch.compiler.is_compiling():
             _allow(self.within)
-        return None
+        return merge_all(output) if self.whole and contains(output) else None
 
 
 class Begin(Hook):
@@ -262,6 +263,7 @@ class Enter(Hook):
         parts = list(block.modules())
         self.channels = {m.in_channels for m in parts if isinstance(m, (nn.Conv2d, nn.Conv3d))}
         self.lines = {m.in_channels for m in parts if isinstance(m, nn.Conv1d)}
+        self.widths = {m.in_features for m in parts if isinstance(m, nn.Linear)} | {len(p) for p in block.parameters() if p.ndim == 1}
         self.batch_first = all(getattr(m, "batch_first", True) for m in parts)
         self.first = next(iter(inspect.signature(block.forward).parameters), "")
 
@@ -302,7 +304,8 @@ class Enter(Hook):
             return 2, 1
         if x.ndim == 3:
             return (1, 1) if self.batch_first else (0, 1)
-        return (2, x.ndim - 2) if x.shape[1] in self.channels else (1, x.ndim - 2)
+        first = x.shape[1] in self.channels or (x.shape[1] in self.widths and x.shape[-1] not in self.widths)
+        return (2, x.ndim - 2) if first else (1, x.ndim - 2)
 
     def skip(self, x: Tensor, at: Positions, axis: int, span: int) -> Streams:
         kept, dropped = split_parts(x.flatten(axis, axis + span - 1), at, axis)
@@ -365,6 +368,7 @@ class Standin:
     def __init__(self, module: nn.Module, own: Any = None):
         self._module = weakref.ref(module)
         self.own = own  # a forward that the instance had already
+        self.gone = False  # removed, where others may have put it into a forward of theirs, as Accelerate does
         self.__name__ = "forward"
         self.__signature__ = inspect.signature(module.forward)  # which trainers look at
 
@@ -380,6 +384,9 @@ class Standin:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_module": weakref.ref(state["_module"])})
 
+    def idle(self) -> bool:
+        return self.gone or not (self.module.training and torch.is_grad_enabled())
+
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
 
@@ -393,7 +400,7 @@ class Recomputed(Standin):
         self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
 
     def __call__(self, *args, **kwargs):
-        if not (self.module.training and torch.is_grad_enabled()):
+        if self.idle():
             return self.plain(*args, **kwargs)
         named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
         if named:

@@ -331,6 +331,8 @@ class Profile:
             lines.append("  custom autograd.Functions put aside")
         return "\n".join(lines)
 
+    __repr__ = __str__  # what notebooks show
+
     def to_json(self) -> dict[str, Any]:
         out = asdict(self)
         out["peak_at"] = {"phase": out.pop("peak_in"), **out["peak_at"]}
@@ -407,6 +409,8 @@ class Comparison:
             left = f"{after / before:.2f}" if before else "new"
             cells.append([kind, readable(before), readable(after), left, self._why(before, after, largest)])
         return "\n".join([*lines, "", rows(cells, texts=1)])
+
+    __repr__ = __str__  # what notebooks show
 
     def _why(self, before: int, after: int, largest: Storage | None) -> str:
         if largest is None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .batches import check_batch, loss_of, resized, size_of
+from .extras import install
 from .untouched import untouched
 from .weightless import UNKNOWN, faked, weightless
 
@@ -237,16 +238,17 @@ def _from_torchvision(name: str, shape: tuple[int, ...], classes: int) -> nn.Mod
 
 def _import(package: str, name: str) -> Any:
     """A package that may be missing, or built for another torch: torchvision then raises RuntimeError."""
+    source = "hf" if package == "transformers" else package
     try:
         module = importlib.import_module(package)
         if package == "torchvision":
             importlib.import_module("torchvision.models")
         return module
     except ImportError as e:
-        raise ValueError(f"model '{package}:{name}' needs {package}: pip install {package}. ({e})") from e
+        raise ValueError(f"model '{source}:{name}' needs {package}: {install(package)}. ({e})") from e
     except RuntimeError as e:
         raise ValueError(
-            f"model '{package}:{name}': importing {package} failed ({e}). Its build of torchvision does not fit torch {torch.__version__}: "
+            f"model '{source}:{name}': importing {package} failed ({e}). Its build of torchvision does not fit torch {torch.__version__}: "
             "install the one made for it."
         ) from e
 

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from . import blocks as finding
 from . import rewrite
 from .batches import Batch, check_batch, loss_of, resized, size_of
+from .extras import install
 from .heads import find_heads
 from .memory import Profile, profile
 from .methods import SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, from_json
@@ -445,7 +446,7 @@ def _needs_scipy() -> None:
     try:
         import scipy.optimize  # noqa: F401
     except ImportError as e:
-        raise ImportError("plan() solves a mixed integer program with scipy: pip install halfback[plan].") from e
+        raise ImportError(f"plan() solves a mixed integer program with scipy: {install('scipy')}.") from e
 
 
 # The plan
@@ -492,6 +493,8 @@ class Plan:
             if isinstance(m, (SBP, Recompute)):
                 lines.append(f"  {type(m).__name__}: {_ranges(m.layers)}")
         return "\n".join(lines)
+
+    __repr__ = __str__  # what notebooks show
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "methods": [m.to_json() for m in self.methods]}

@@ -81,11 +81,11 @@ def picture(entries: list[dict[str, Any]], title: str, path: Path) -> None:
         title=title,
     )
     canvas.draw()
-    _apart(texts, canvas)
+    apart(texts, canvas)
     figure.savefig(path, dpi=150)
 
 
-def _apart(texts: list[Any], canvas: Any) -> None:
+def apart(texts: list[Any], canvas: Any) -> None:
     """Labels that overlap another, or a point, move up or down, or to the point's left, as little as is needed."""
     from matplotlib.transforms import Bbox
 

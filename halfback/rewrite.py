@@ -100,10 +100,12 @@ class Report:
                 lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
         uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
         if self.positions and uncut and not any(m.changes_forward for m in self.methods):
-            lines.append(f"  nothing was cut, so gradients are exact and nothing is saved, in {_range(uncut)}")
+            lines.append(f"  nothing was cut, so gradients are exact and nothing is saved, in {_range(uncut)}; leave them out of layers=")
         if self.blocks and not self.positions:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
+
+    __repr__ = __str__  # what notebooks show
 
     def _held(self) -> list[str]:
         lines = []
@@ -144,6 +146,7 @@ class Applied:
 
     report: Report
     states: list[State | Watch]
+    standins: list[Standin]
 
 
 def apply_(model: nn.Module, *methods: Method) -> Report:
@@ -177,8 +180,16 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
     if heads:
         model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
-    object.__setattr__(model, "_halfback", Applied(report, states))
+    object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
+
+
+def _standins(model: nn.Module) -> Iterator[Standin]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, Standin):
+            yield forward
+            forward = forward.own
 
 
 def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:
@@ -251,7 +262,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     model.register_forward_hook(End(state), always_call=True)
     for name in _above(chosen):
         modules[name].register_forward_pre_hook(Around(state, True))
-        modules[name].register_forward_hook(Around(state, False))
+        modules[name].register_forward_hook(Around(state, False, whole=all(c.startswith(f"{name}.") for c in chosen)))
     for name in _before(model, chosen[0]):
         modules[name].register_forward_hook(Grid(state, name))
     for name in opaque:
@@ -306,7 +317,8 @@ def remove_(model: nn.Module) -> None:
                     flags.pop(key, None)
         while isinstance(module.__dict__.get("forward"), Standin):
             _take_off(module)
-        module.__dict__.pop("_halfback", None)
+        for standin in getattr(module.__dict__.pop("_halfback", None), "standins", ()):
+            standin.gone = True
 
 
 def _take_off(module: nn.Module) -> None:

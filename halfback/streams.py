@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -560,6 +561,23 @@ def _give_methods() -> None:
 
 FIELDS = {f.name for f in dataclasses.fields(Streams)}
 _give_methods()
+
+
+@functools.cache
+def _tell(einops: types.ModuleType) -> type:
+    class Backend(einops.TorchBackend):  # type: ignore[name-defined]
+        framework_name = __name__
+
+        def is_appropriate_type(self, tensor: Any) -> bool:
+            return isinstance(tensor, Streams)
+
+    return Backend
+
+
+def tell_einops() -> None:
+    """einops works on tensors that one of its backends knows, and looks for these among the subclasses of its own."""
+    if "einops._backends" in sys.modules:
+        _tell(sys.modules["einops._backends"])
 
 
 class Through(torch.overrides.TorchFunctionMode):

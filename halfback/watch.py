@@ -176,7 +176,7 @@ class Watched(Standin):
 
     def __call__(self, *args, **kwargs):
         watch = self.watch
-        if not (self.module.training and torch.is_grad_enabled()) or (watch.ledger is not None and watch.ledger.mine()):
+        if self.idle() or (watch.ledger is not None and watch.ledger.mine()):
             return self.plain(*args, **kwargs)
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             return self.plain(*args, **kwargs)  # torch.func: per-sample gradients

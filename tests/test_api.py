@@ -153,6 +153,28 @@ def test_the_papers_layers_of_convnext(name, depths, third):
     assert hb.apply_(model, hb.SBP(layers="paper")).blocks == blocks[: 6 + third]
 
 
+@pytest.mark.parametrize("method", ["lean", "dropit(keep=0.2, exact_first=False)", "recompute", "sbp+lean+recompute"])
+def test_removal_reaches_a_forward_that_others_wrapped(method):
+    model, batch = zoo.make("vit", layers=2)
+    held = hb.held(model, lambda: zoo.loss(model, batch))
+    hb.apply_(model, *parse(method))
+    for module in model.modules():
+        if "forward" in module.__dict__:
+            ours = module.forward
+            module.forward = lambda *args, ours=ours, **kwargs: ours(*args, **kwargs)
+    assert hb.held(model, lambda: zoo.loss(model, batch)) < held
+    hb.remove_(model)
+    assert hb.held(model, lambda: zoo.loss(model, batch)) == held
+
+
+def test_notebooks_show_what_print_shows():
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4)
+    profile = hb.profile(model, batch)
+    report = hb.apply_(model, hb.DropIT(keep=0.5))
+    for shown in (profile, profile.compare(profile), report, hb.audit(model, batch, steps=1)):
+        assert repr(shown) == str(shown)
+
+
 def test_blocks_are_found_by_structure():
     from transformers import MixtralConfig, MixtralForCausalLM, SwinConfig, SwinForImageClassification
 
@@ -168,6 +190,27 @@ def test_blocks_are_found_by_structure():
     assert [n for n, _ in find_blocks(MixtralForCausalLM(config))] == [f"model.layers.{i}" for i in range(3)]
     swin = SwinForImageClassification(SwinConfig(image_size=64, embed_dim=12, depths=[2, 2], num_heads=[2, 2], window_size=4))
     assert len(find_blocks(swin)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first"),
+    [("efficientnet_b0", 15, "blocks.1.0"), ("resnetv2_50", 16, "stages.0.blocks.0"), ("skresnet18", 8, "layer1.0")],
+)
+def test_norms_with_an_activation_and_layers_within_blocks(name, count, first):
+    import timm
+
+    with torch.device("meta"):
+        blocks = [n for n, _ in find_blocks(timm.create_model(name))]
+    assert (len(blocks), blocks[0]) == (count, first)
+
+
+def test_channels_come_first_where_norms_and_layers_say_so():
+    import timm
+
+    model = timm.models.EdgeNeXt(num_classes=5, dims=(16, 24, 32, 48), depths=(1, 1, 1, 1), heads=(2, 2, 2, 2)).train()
+    report = hb.apply_(model, hb.SBP(layers="all"))
+    model(zoo.images(64)).sum().backward()
+    assert report.positions == ["16x16 positions, drawn on 2x2; 50.0% of them kept"]
 
 
 def test_swin_trains_with_exact_merges():

@@ -8,6 +8,8 @@ import torch
 import zoo
 
 import halfback as hb
+from halfback.attention import kept_attention
+from halfback.positions import Positions
 from halfback.stores import Channels, Elements, Layout, Rows
 
 MODES = ("query", "qkv", "heads")
@@ -48,6 +50,7 @@ def autocast(name: str, mode: str) -> float:
 
 def check() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    check_kept_attention()
     for name in NAMES:
         for mode in MODES:
             found, again = difference(name, mode), difference(name, mode, (hb.Recompute(),))
@@ -78,6 +81,40 @@ def check() -> None:
     for store in (Elements(0.3, "random"), Elements(0.3, "random", None), Channels(0.4, "random"), Rows(0.4, "random")):
         print(store, "drawn as on the CPU", flush=True)
         assert drawn_alike(store)
+
+
+def check_kept_attention() -> None:
+    """Attention of kept positions on this GPU's kernels against its definition."""
+    for dtype, kernel, allowed in ((torch.bfloat16, "flash", 3e-2), (torch.float32, "efficient", 5e-3)):
+        for causal in (False, True):
+            torch.manual_seed(0)
+            n = 197
+            at = Positions.of([0, *range(1, n, 2)], (n,))
+            index = at.index.cuda()
+            q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype) for _ in range(3))
+            parts = [x.index_select(2, i).requires_grad_() for x in (q, k, v) for i in (index[0, : at.k], index[0, at.k :])]
+            order = index[1] if causal else torch.arange(n, device="cuda")
+            joined = [torch.cat((parts[i], parts[i + 1]), 2).index_select(2, order).detach() for i in (0, 2, 4)]
+            out1, _, _ = kept_attention(parts[0], parts[2], parts[4], *joined, None, index, kernel, causal, None)
+            weight = torch.randn(out1.shape, device="cuda", dtype=torch.float64)
+            (out1 * weight).sum().backward()
+            exact = [p.detach().double().requires_grad_() for p in parts]
+            whole = [torch.cat(exact[i : i + 2], 2).index_select(2, index[1]) for i in (0, 2, 4)]
+            m = whole[0] @ whole[1].mT / 8.0
+            if causal:
+                m = m.masked_fill(~torch.ones(n, n, dtype=torch.bool, device="cuda").tril(), float("-inf"))
+            s = m.softmax(-1)
+            a = s @ whole[2]
+            dA = torch.zeros_like(a).index_copy(2, index[0, : at.k], weight)
+            dM = s * (dA @ whole[2].mT - (dA * a).sum(-1, keepdim=True))
+            keep = index[0, : at.k]
+            dM, s = (x.index_select(2, keep).index_select(3, keep) for x in (dM, s))
+            want = (dM @ exact[2] / 8.0, dM.mT @ exact[0] / 8.0, s.mT @ weight)
+            got = (parts[0].grad, parts[2].grad, parts[4].grad)
+            worst = max(((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True))
+            forward = (out1.double() - a.index_select(2, keep)).abs().max().item()
+            print(f"kept attention {kernel} {dtype} causal={causal}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
+            assert worst < allowed and parts[1].grad is None and parts[3].grad is None
 
 
 def drawn_alike(store) -> bool:

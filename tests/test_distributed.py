@@ -57,6 +57,15 @@ def test_what_is_done_to_whole_weights_is_not_done_to_parts_of_them(what):
         Settings(parallel="fsdp", **what)
 
 
+def test_accelerate_on_two_processes_does_not_mind_the_order():
+    example = HERE.parent / "examples" / "accelerate_digits.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("of plain") == 2, "one of them speaks, once for each order"
+
+
 TRAINING = "-m halfback train --model small-vit --data digits --epochs 2 --batch 128 --save-every 3 --no-best".split()
 
 

@@ -379,7 +379,7 @@ def test_a_plan_reads_well():
 def test_scipy_is_asked_for_by_name():
     script = "import sys; sys.modules['scipy'] = None; import torch, halfback as hb; hb.plan(torch.nn.Linear(2, 2), torch.zeros(1, 2), 0.9)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert "ImportError: plan() solves a mixed integer program with scipy: pip install halfback[plan]." in done.stderr
+    assert 'ImportError: plan() solves a mixed integer program with scipy: pip install "halfback[plan]".' in done.stderr
 
 
 # Other structures

@@ -33,8 +33,10 @@ def test_results_say_where_they_come_from():
     for row in [json.loads(line) for line in (RESULTS / "budget.jsonl").read_text().splitlines()]:
         assert {"gpu", "torch", "commit", "date", "seed", "part", "model"} <= row.keys()
         assert len(row["commit"]) == 40
-    files = [f for f in ("sbp.jsonl", "dropit.jsonl") if (RESULTS / f).exists()]
+    files = [f for f in ("sbp.jsonl", "dropit.jsonl", "bench.jsonl") if (RESULTS / f).exists()]
     for row in [json.loads(line) for f in files for line in (RESULTS / f).read_text().splitlines()]:
+        if row.get("part", "step") != "step" or "failed" in row:
+            continue
         assert {"gpu", "torch", "commit", "date", "seed", "step_ms", "peak_gib"} <= row.keys()
         assert row["commit"] not in ("", "unknown", "working")
     for name in ("compare_digits.json", "depth.json"):
@@ -98,3 +100,38 @@ def test_tables_of_the_gpu_benchmark_are_made_of_the_rows_that_are_there(tmp_pat
     assert "| **`Lean()`**, exact | 11.0 ms | 2.00 GiB | 1.10 | 0.50 |" in made
     assert "| **`Lean()`**, exact | 8.0 ms | 2.40 GiB | 1.00 | 0.80 |" in made
     assert "at most 3.4%" in made and "ResNet" not in made
+
+
+def test_the_benchmarks_table_has_the_newest_row_of_each_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    about = {"part": "step", "device": "cuda", "model": "vit-b", "about": "ViT-B/16", "size": 224, "unit": "images", "batch": 8, "note": ""}
+    common = {**about, "gpu": "a GPU", "torch": "2", "date": "2000-01-01 00:00", "compiled": True, "ours": False, "text": "plain"}
+    rows = [
+        {**common, "method": "plain", "step_ms": 10, "peak_gib": 4, "time_ratio": 1.0, "peak_ratio": 1.0},
+        {
+            **common,
+            "method": "sbp",
+            "text": "sbp(keep=0.5)",
+            "ours": True,
+            "step_ms": 9,
+            "peak_gib": 3,
+            "time_ratio": 0.9,
+            "peak_ratio": 0.75,
+        },
+        {
+            **common,
+            "method": "sbp",
+            "text": "sbp(keep=0.5)",
+            "ours": True,
+            "step_ms": 8,
+            "peak_gib": 3,
+            "time_ratio": 0.8,
+            "peak_ratio": 0.75,
+        },
+        {**common, "method": "plain, again", "step_ms": 11, "peak_gib": 4, "time_ratio": 1.1, "peak_ratio": 1.0},
+        {**common, "method": "offload", "failed": "OutOfMemoryError"},
+    ]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = tables.bench_table()
+    assert "ViT-B/16, compiled:\n\n| | step |" in made and "| **`sbp(keep=0.5)`** | 8.0 ms | 3.00 GiB | 0.80 | 0.75 |  |" in made
+    assert "again" not in made and "offload" not in made and "eager" not in made and made.endswith("gradients and batch.")

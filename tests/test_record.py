@@ -192,7 +192,7 @@ def test_ticks_are_few_and_enclose(low, high):
 
 def test_a_missing_drawing_library_is_told_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install halfback\[train\]"):
+    with pytest.raises(ValueError, match=r"pip install \"halfback\[train\]\""):
         Recorder(tmp_path, Settings())
 
 

@@ -170,6 +170,7 @@ def test_an_id_is_safe_as_a_file_name():
         ({"arms": (Arm("exact"), Arm("b", "lean", {"seed": 3}))}, "seed is neither a setting of the base nor a change"),
         ({"arms": (Arm("exact"), Arm("b", "lean", {"optimizer": "sgd"}))}, "arm 'b': optimizer changes, so give lr and weight_decay too"),
         ({"base": Settings(method="lean")}, "method is neither"),
+        ({"measure": "speed"}, "measure 'speed' is none of top1, test_loss"),
         ({"differs": "small"}, r"differs is the text 'small'; give a tuple, as \('small',\)"),
     ],
 )
@@ -468,6 +469,18 @@ def test_an_arm_can_be_against_another(here):
     assert table(results)[3][2].endswith(" to rate 0.2") and table(results)[3][-2:] == ["1.50 †", "1.50 †"] and "†" in told(results)
 
 
+def test_arms_can_be_judged_by_their_loss(here):
+    path = here / "experiments/claim/recipe.py"
+    path.write_text(path.read_text().replace("differs=", 'measure="test_loss", differs='))
+    ran()
+    results = json.loads((here / "experiments/claim/results.json").read_text())
+    head, _, row, *_ = table(results)
+    assert head[:3] == ["arm", "test loss", "difference"] and "top-1, %" in head[3:]
+    pair = results["arms"][1]["against"]["test_loss"]
+    assert f"{pair['mean']:+.3f}".replace("-", "−") in row[2] and "claim: test loss of every arm" not in page_text()
+    assert ": test loss of every arm]" in page_text()
+
+
 def test_a_verdict_that_fails_names_the_recipe(here):
     change_recipe(here, "r['arms'][1]", "r['arm'][1]")
     with pytest.raises(ValueError, match=r"recipe.py: verdict failed with KeyError: 'arm'"):
@@ -550,7 +563,7 @@ def test_the_list_tells_what_is_done(here):
     broken.write_text("RECIPE = 1")
     ran(only="*_s0")
     head, _, first, second = listing().splitlines()
-    assert head.split() == "name runs minutes top-1 measured what paper".split()
+    assert head.split() == "name runs minutes measured what paper".split()
     assert first.startswith("broken") and "has no RECIPE" in first
     assert second.split()[:3] == ["claim", "3/6", "2"] and "exact 91.00 %, others +1.00 to +2.00" in second and "more is more" in second
 

@@ -286,6 +286,42 @@ def test_the_last_tenth_of_a_single_text_is_the_test_part(tmp_path):
         load_set("text", root=tmp_path)
 
 
+def tokens(folder, rows=5, **changed):
+    for name in ("train", "test"):
+        arrays = {"tokens": np.arange(rows * 4).reshape(rows, 4), **(changed if name == "test" else {}), **changed.get("both", {})}
+        np.savez(folder / name, **{k: v for k, v in arrays.items() if k != "both"})
+    return load_set("tokens", root=folder)
+
+
+def test_tokens_with_labels_are_classified(tmp_path):
+    found = tokens(tmp_path, both={"labels": np.array([0, 2, 1, 0, 2])})
+    assert (found.kind, found.classes, found.shape) == ("text", 3, (4,))
+    x, y = found.test.batch(torch.tensor([1]))
+    assert x.tolist() == [[4, 5, 6, 7]] and y.tolist() == [2]
+
+
+def test_of_tokens_without_labels_the_next_one_is_learned(tmp_path):
+    found = tokens(tmp_path, both={"vocabulary": np.array(30)})
+    assert (found.kind, found.classes, found.shape) == ("text", 30, (3,))
+    x, y = found.train.batch(torch.tensor([1]))
+    assert x.tolist() == [[4, 5, 6]] and y.tolist() == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"both": {"tokens": np.zeros((5, 4))}}, r"train.npz': tokens has shape \(5, 4\) and type float64; wanted \(N, L\) integers"),
+        ({"both": {"labels": np.arange(4)}}, r"labels has shape \(4,\)"),
+        ({}, "without labels, vocabulary is the number of words, here above 19; it is 0"),
+        ({"both": {"vocabulary": np.array(19)}}, "here above 19; it is 19"),
+        ({"labels": np.arange(5), "both": {"vocabulary": np.array(20)}}, "one of train.npz and test.npz has labels"),
+    ],
+)
+def test_wrong_tokens_are_named(tmp_path, changed, text):
+    with pytest.raises(ValueError, match=text):
+        tokens(tmp_path, **changed)
+
+
 # Folders
 
 
@@ -459,7 +495,7 @@ def test_more_validation_than_there_is_is_refused(tmp_path, count):
 @pytest.mark.parametrize(
     ("spec", "options", "text"),
     [
-        ("mnist", {}, r"data 'mnist' is unknown. Data: cifar10, cifar100, digits, folder, video, text, or a path/to/file.npz"),
+        ("mnist", {}, r"data 'mnist' is unknown. Data: cifar10, cifar100, digits, folder, video, text, tokens, or a path/to/file.npz"),
         ("digits", {"size": 8}, "size=8 means something for 'folder' only"),
         ("folder", {"seq": 8}, "seq=8 means something for 'text' only"),
         ("text", {"seq": 0}, "seq=0 must be at least 1"),

@@ -358,6 +358,28 @@ def test_autocast_runs_in_its_dtype_with_the_same_forward(name, mode):
     zoo.loss(model, batch).backward()
 
 
+def test_maps_that_a_backbone_returns_of_inner_stages_are_tensors():
+    from torchvision.models._utils import IntermediateLayerGetter
+
+    class Detector(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.backbone = IntermediateLayerGetter(model.features, {str(i): str(i) for i in (1, 3, 5, 7)})
+
+        def forward(self, x):
+            maps = self.backbone(x)
+            assert all(type(m) is torch.Tensor for m in maps.values()), "a detector's code outside of blocks gets plain tensors"
+            return torch.cat([m.mean((2, 3)) for m in maps.values()], 1)
+
+    model, (x,) = zoo.make("tv_convnext", depths=(1, 1, 3, 1))
+    detector = Detector(model).train()
+    plain = detector(x)
+    hb.apply_(detector, hb.SBP(0.5, layers="paper"))
+    out = detector(x)
+    torch.testing.assert_close(out, plain)
+    out.sum().backward()
+
+
 def test_hidden_states_come_out_as_tensors():
     model, batch = zoo.make("vit", layers=3)
     plain = model(**batch, output_hidden_states=True).hidden_states

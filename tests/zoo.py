@@ -137,7 +137,10 @@ def make(name: str, seed: int = 0, **kwargs) -> tuple[nn.Module, dict | tuple]:
 
 
 def call(model: nn.Module, batch: dict | tuple) -> torch.Tensor:
-    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    return logits(model(**batch) if isinstance(batch, dict) else model(*batch))
+
+
+def logits(out) -> torch.Tensor:
     return out.logits if hasattr(out, "logits") else out
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..extras import install
 from ..methods import Method, from_json
 from ..untouched import random_states
 from .shared import Attached, inner
@@ -29,7 +30,7 @@ try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as e:
-    raise ImportError("halfback.integrations.huggingface needs transformers: pip install halfback[hf].") from e
+    raise ImportError(f"halfback.integrations.huggingface needs transformers: {install('transformers')}.") from e
 
 
 class HalfbackCallback(TrainerCallback, ExportableState):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..extras import install
 from ..methods import Method
 from .shared import Attached, inner
 
@@ -21,7 +22,7 @@ except ImportError:
     try:
         import pytorch_lightning as L  # type: ignore[no-redef]
     except ImportError as e:
-        raise ImportError("halfback.integrations.lightning needs lightning: pip install halfback[lightning].") from e
+        raise ImportError(f"halfback.integrations.lightning needs lightning: {install('lightning')}.") from e
 
 MOST = 0.9  # of the parameters
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..extras import install
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the area, its width to its height
 RESIZED = 256 / 224  # the shorter side before the centre crop, in sides of the crop
@@ -56,7 +58,7 @@ def check_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as e:
-        raise ValueError("data 'folder' is read with Pillow: pip install halfback[train].") from e
+        raise ValueError(f"data 'folder' is read with Pillow: {install('pillow')}.") from e
 
 
 def read_image(path: str, size: int, draw: random.Random | None) -> np.ndarray:

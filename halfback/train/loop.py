@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
 from ..course import Course
+from ..extras import install
 from ..methods import from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
@@ -177,7 +178,7 @@ class Training:
     def prepared(self, x: Tensor, y: Any, augmented: bool) -> tuple[Tensor, Tensor]:
         """A batch as the model takes it: bytes become numbers, which are augmented in training."""
         if self.data.kind == "text":
-            return x, y
+            return x.long(), y
         if augmented:
             x = self.augment.prepared(x, self.data.mean, self.data.deviation, self.generator)
             x, y = self.augment.mixed(x, y, self.generator, self.data.classes)
@@ -260,7 +261,7 @@ class Training:
         best, few, loss, count = self.world.total(torch.stack((best, few, loss, count))).unbind()
         n = count.item()
         found = {"top1": 100 * best.item() / n, "top5": 100 * few.item() / n, "test_loss": loss.item() / n}
-        return {**found, "perplexity": math.exp(min(found["test_loss"], 700))} if self.data.kind == "text" else found
+        return {**found, "perplexity": math.exp(min(found["test_loss"], 700))} if part.labels is None else found
 
     # Checkpoints
 
@@ -525,14 +526,9 @@ def _out_of_memory(e: BaseException) -> bool:
 
 def _check_packages(settings: Settings) -> None:
     """Known before a training, not at its first checkpoint."""
-    wanted = {
-        "tqdm": "halfback[train]",
-        "safetensors": "halfback[train]",
-        **({"tensorboard": "tensorboard"} if settings.tensorboard else {}),
-    }
-    for name, package in wanted.items():
+    for name in ("tqdm", "safetensors", *(["tensorboard"] if settings.tensorboard else [])):
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"a training needs {name}, which is not there: pip install {package}.")
+            raise ValueError(f"a training needs {name}, which is not there: {install(name)}.")
 
 
 def _started(settings: Settings, folder: Path, resume: bool) -> Path | None:

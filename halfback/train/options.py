@@ -24,6 +24,7 @@ data:
   folder                  --root DIR with train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet has; --size 224
   video                   --root DIR with train.npz and test.npz: clips (N, T, H, W, 3) and labels
   text                    --root FILE.txt, or DIR with train.txt and test.txt; a token is a byte. For language models: hf:gpt2
+  tokens                  --root DIR with train.npz and test.npz: tokens (N, L), and labels (N,) or the size of the vocabulary
   FILE.npz                x_train, y_train, x_test, y_test
 
 models:

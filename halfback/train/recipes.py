@@ -21,6 +21,7 @@ from .settings import Settings
 
 EXPERIMENTS = Path("experiments")
 MEASURES = ("top1", "top5", "train_loss", "test_loss", "held", "peak", "step_ms")
+JUDGED = {"top1": "top-1, %", "test_loss": "test loss"}  # what arms can be judged by, as it is called
 LOCAL = ("root", "tensorboard")  # settings of one machine, not kept with a result
 
 Result = dict[str, Any]
@@ -34,7 +35,7 @@ class Arm:
     """One way to train.
 
     changes   settings that differ from the recipe's base
-    paper     top-1 in the paper, in percent
+    paper     the paper's figure: top-1 in percent
     group     arms of a group stand together
     against   another arm than the recipe's that differences are taken to
     """
@@ -67,6 +68,7 @@ class Recipe:
     differs   what is not as in the paper
     minutes   that it takes, on what is told in `on`
     order     its place on the page
+    measure   what arms are judged by: top1, or test_loss, which is better the smaller it is
     verdict   whether the paper's claim holds: a text, or a function that computes one from results.json
     """
 
@@ -82,6 +84,7 @@ class Recipe:
     on: str = ""
     order: int = 0
     verdict: str | Callable[[Result], str] | None = None
+    measure: str = "top1"
 
     def __post_init__(self) -> None:
         for name in ("arms", "seeds", "differs"):
@@ -89,6 +92,8 @@ class Recipe:
             if isinstance(value, str):
                 raise ValueError(f"Recipe: {name} is the text {value!r}; give a tuple, as ({value!r},).")
             object.__setattr__(self, name, tuple(value))
+        if self.measure not in JUDGED:
+            raise ValueError(f"Recipe: measure {self.measure!r} is none of {', '.join(JUDGED)}.")
         self._check_arms()
         self._check_seeds()
         self.runs()

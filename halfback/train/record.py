@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare import surroundings
+from ..extras import install
 from ..page import finite
 from ..report import readable
 from .settings import Settings
@@ -179,7 +180,7 @@ def check_drawing() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
-        raise ValueError("A training draws its curves with matplotlib: pip install halfback[train].") from e
+        raise ValueError(f"A training draws its curves with matplotlib: {install('matplotlib')}.") from e
 
 
 SERIES = (

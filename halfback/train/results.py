@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report import readable, rows
-from .recipes import EXPERIMENTS, LOCAL, MEASURES, Arm, Recipe, Result, find, finished, load, name_of, recipes, runs_folders
+from .recipes import EXPERIMENTS, JUDGED, LOCAL, MEASURES, Arm, Recipe, Result, find, finished, load, name_of, recipes, runs_folders
 from .record import write_bytes, write_json, write_text
 from .settings import PATHS
 
@@ -116,6 +116,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
         "differs": list(recipe.differs),
         "minutes": recipe.minutes,
         "on": recipe.on,
+        "measure": recipe.measure,
         "against": recipe.against,
         "seeds": list(recipe.seeds),
         "runs": {"done": len(runs), "of": len(recipe.runs())},
@@ -191,8 +192,8 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
+def _signed(value: float, measure: str) -> str:
+    return (f"{value:+.2f}" if measure == "top1" else f"{value:+.3f}").replace("-", "−")
 
 
 def _mean(arm: Result, measure: str, digits: int) -> str:
@@ -203,12 +204,13 @@ def _mean(arm: Result, measure: str, digits: int) -> str:
 
 
 def _difference(arm: Result, results: Result) -> str:
-    pair = arm["against"] and arm["against"]["top1"]
+    by = results["measure"]
+    pair = arm["against"] and arm["against"][by]
     if not pair or pair["mean"] is None:
         return ""
-    said = _signed(pair["mean"])
+    said = _signed(pair["mean"], by)
     if pair["interval"] is not None:
-        said += f" ({_signed(pair['interval'][0])} to {_signed(pair['interval'][1])})"
+        said += f" ({_signed(pair['interval'][0], by)} to {_signed(pair['interval'][1], by)})"
     said += " *" if pair["clear"] else ""
     return said if arm["against"]["arm"] == results["against"] else f"{said} to {arm['against']['arm']}"
 
@@ -227,9 +229,11 @@ def _size(arm: Result, results: Result, measure: str) -> str:
 TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("arm", lambda a, r: a["name"]),
     ("seeds", lambda a, r: "" if a["seeds"] == r["seeds"] else str(len(a["seeds"]))),
-    ("top-1, %", lambda a, r: _mean(a, "top1", 2)),
+    ("test loss", lambda a, r: _mean(a, "test_loss", 3) if r["measure"] == "test_loss" else ""),
+    ("top-1, %", lambda a, r: _mean(a, "top1", 2) if r["measure"] == "top1" else ""),
     ("difference", _difference),
     ("paper", lambda a, r: "" if a["paper"] is None else f"{a['paper']:g}"),
+    ("top-1, %", lambda a, r: _mean(a, "top1", 2) if r["measure"] != "top1" else ""),
     ("top-5, %", lambda a, r: _mean(a, "top5", 2)),
     ("training loss", lambda a, r: _mean(a, "train_loss", 3)),
     ("held", lambda a, r: _size(a, r, "held")),
@@ -260,7 +264,7 @@ def listing(experiments: Path | None = None) -> str:
     found = recipes(experiments)
     if not found:
         raise ValueError(f"There are no recipes in {experiments or EXPERIMENTS}/: go where that folder is, or give a path to a recipe.py.")
-    cells = [["name", "runs", "minutes", "top-1 measured", "what", "paper"]]
+    cells = [["name", "runs", "minutes", "measured", "what", "paper"]]
     for path in found:
         cells.append([name_of(path), *_listed(path)])
     return rows(cells, texts=3)
@@ -278,12 +282,13 @@ def _listed(path: Path) -> list[str]:
 
 
 def _measured(results: Result) -> str:
-    base = next((a["mean"]["top1"] for a in results["arms"] if a["name"] == results["against"]), None)
-    apart = [a["against"]["top1"]["mean"] for a in results["arms"] if a["against"] and a["against"]["top1"]["mean"] is not None]
-    said = f"{results['against']} {percent(base)}"
+    by = results["measure"]
+    base = next((a["mean"][by] for a in results["arms"] if a["name"] == results["against"]), None)
+    apart = [a["against"][by]["mean"] for a in results["arms"] if a["against"] and a["against"][by]["mean"] is not None]
+    said = f"{results['against']} {percent(base) if by == 'top1' or base is None else f'{base:.3f}'}"
     if not apart:
         return said
-    low, high = _signed(min(apart)), _signed(max(apart))
+    low, high = _signed(min(apart), by), _signed(max(apart), by)
     return f"{said}, others {low}" + (f" to {high}" if high != low else "")
 
 
@@ -342,9 +347,10 @@ def _section(r: Result, drawn: str) -> str:
     parts += ["**Here:**", _markdown(r)]
     parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
     parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
-    parts += [f"![{r['title']}: top-1 of every arm]({Path(drawn).as_posix()})"]
+    name = JUDGED[r["measure"]].removesuffix(", %")
+    parts += [f"![{r['title']}: {name} of every arm]({Path(drawn).as_posix()})"]
     if by_memory(r) is not None:
-        parts += [f"![{r['title']}: top-1 against memory]({Path(drawn).with_name(MEMORY).as_posix()})"]
+        parts += [f"![{r['title']}: {name} against memory]({Path(drawn).with_name(MEMORY).as_posix()})"]
     parts += [_made(r)]
     return "\n\n".join(parts) + "\n"
 
@@ -397,19 +403,20 @@ def figure(results: Result, path: Path) -> None:
     from matplotlib.figure import Figure
 
     arms = [arm for arm, _ in _grouped([(a, None) for a in results["arms"]])]
-    means = {a["name"]: a["mean"]["top1"] for a in arms}
+    by = results["measure"]
+    means = {a["name"]: a["mean"][by] for a in arms}
     groups = list(dict.fromkeys(a["group"] for a in arms))
     places = [i + 0.6 * groups.index(a["group"]) for i, a in enumerate(arms)]
     drawn = Figure(figsize=(9, 1.5 + 0.42 * (places[-1] + 1)), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
     for y, arm in zip(places, arms, strict=True):
-        _draw_arm(axes, y, arm, f"C{groups.index(arm['group']) % 10}", means)
+        _draw_arm(axes, y, arm, f"C{groups.index(arm['group']) % 10}", means, by)
     labels = [a["name"] if not a["group"] or a["group"] in a["name"] else f"{a['group']}: {a['name']}" for a in arms]
     axes.set_yticks(places, [_short(text, 60) for text in labels])
     axes.set_ylim(places[-1] + 0.6, -0.6)
     axes.margins(x=0.08)
-    axes.set(xlabel="top-1, %: seeds and their mean;\nthe bar is the 95 % interval of the difference, seed by seed")
+    axes.set(xlabel=f"{JUDGED[by]}: seeds and their mean;\nthe bar is the 95 % interval of the difference, seed by seed")
     axes.set_title(results["title"], fontsize=11, wrap=True)
     axes.grid(axis="x", color="0.92")
     axes.set_axisbelow(True)
@@ -421,7 +428,7 @@ def figure(results: Result, path: Path) -> None:
 
 def by_memory(results: Result) -> tuple[str, list[tuple[Result, float]]] | None:
     """Arms with their share of memory: of the peak where it is known for all, else of what is held. None: there is nothing to compare."""
-    arms = [a for a in results["arms"] if a["mean"]["top1"] is not None]
+    arms = [a for a in results["arms"] if a["mean"][results["measure"]] is not None]
     for measure in ("peak", "held"):
         shares = [(a, 1.0 if a["against"] is None else a["against"]["ratio"][measure]) for a in arms]
         known = [(a, share) for a, share in shares if share is not None]
@@ -439,15 +446,16 @@ def memory_figure(results: Result, path: Path) -> None:
     if found is None:
         return
     measure, arms = found
+    by = results["measure"]
     groups = list(dict.fromkeys(a["group"] for a, _ in arms))
     drawn = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
-    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"]["top1"]))):
-        place, colour = (share, arm["mean"]["top1"]), f"C{groups.index(arm['group']) % 10}"
-        axes.errorbar(*place, yerr=arm["deviation"]["top1"], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8)
+    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"][by]))):
+        place, colour = (share, arm["mean"][by]), f"C{groups.index(arm['group']) % 10}"
+        axes.errorbar(*place, yerr=arm["deviation"][by], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8)
         axes.annotate(_short(arm["name"], 40), place, (6, 5 if n % 2 else -10), textcoords="offset points", fontsize=7, color=colour)
-    axes.set(xlabel=f"{measure}, relative to the arm that it is compared with", ylabel="top-1, %: mean and deviation over seeds")
+    axes.set(xlabel=f"{measure}, relative to the arm that it is compared with", ylabel=f"{JUDGED[by]}: mean and deviation over seeds")
     axes.set_title(results["title"], fontsize=11, wrap=True)
     axes.margins(x=0.25, y=0.1)
     axes.grid(color="0.92")
@@ -457,12 +465,12 @@ def memory_figure(results: Result, path: Path) -> None:
     write_bytes(path, content.getvalue())
 
 
-def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None]) -> None:
-    mean, pair = arm["mean"]["top1"], arm["against"] and arm["against"]["top1"]
+def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None], by: str) -> None:
+    mean, pair = arm["mean"][by], arm["against"] and arm["against"][by]
     base = means.get(arm["against"]["arm"]) if arm["against"] else mean
     if base is not None:
         axes.plot([base, base], [y - 0.5, y + 0.5], color="0.55", linestyle="--", linewidth=1, zorder=1)
-    values = [v for v in arm["values"]["top1"] if v is not None]
+    values = [v for v in arm["values"][by] if v is not None]
     axes.scatter(values, [y] * len(values), s=14, color=colour, alpha=0.6, linewidths=0, zorder=3)
     if base is not None and pair and pair["interval"]:
         half = (pair["interval"][1] - pair["interval"][0]) / 2

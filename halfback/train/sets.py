@@ -6,6 +6,8 @@
     folder              ROOT/train/CLASS/*.jpg, ROOT/val/CLASS/*.jpg: read from disk batch by batch
     video               ROOT/train.npz, test.npz: clips (N, T, H, W, 3) of uint8, labels (N,)
     text                ROOT is a file.txt, whose last tenth is the test part, or a folder of train.txt and test.txt; a token is a byte
+    tokens              ROOT/train.npz, test.npz: `tokens` (N, L), and `labels` (N,), or `vocabulary`, a number: then the next token is
+                        learned, of windows of L - 1
 
 ROOT is `root`, or $HALFBACK_DATA/NAME. A set is read and checked whole when it is loaded, but for a folder, whose images are checked
 when they are read.
@@ -52,7 +54,7 @@ class Part:
     """The training part of a set, or the part that is tested on.
 
     inputs   uint8 images (N, C, H, W) or clips (N, C, T, H, W), or int32 windows of tokens (N, L + 1)
-    labels   int64 (N,); None for text
+    labels   int64 (N,); None where the next token is learned
     """
 
     inputs: Tensor
@@ -73,7 +75,7 @@ class Part:
         return replace(self, inputs=self.inputs[indices], labels=None if self.labels is None else self.labels[indices])
 
     def batch(self, indices: Tensor, *, epoch: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Inputs, still uint8, and labels; of text int64 tokens and their successors."""
+        """Inputs, still uint8, and labels; of text without labels int64 tokens and their successors."""
         indices = indices.to(self.device)
         inputs = self.inputs.index_select(0, indices)
         if self.labels is None:
@@ -143,7 +145,7 @@ class DataSet:
     """A set with its parts, and what is known of it.
 
     kind             "images", "clips" or "text"
-    classes          of the labels; of text the size of the vocabulary
+    classes          of the labels; where the next token is learned, the size of the vocabulary
     shape            of a sample: (C, H, W), (C, T, H, W) or (L,)
     mean, deviation  (C,), of the training part's values in [0, 1]; empty for text
     notes            what its user should know
@@ -224,7 +226,8 @@ def _root(spec: str, root: Path | str | None) -> Path:
 def _finished(name: str, found: _Read) -> DataSet:
     kind, train, test, classes, notes = found
     if kind == "text":
-        return DataSet(name, kind, train, test, classes, (train.inputs.shape[1] - 1,), torch.empty(0), torch.empty(0), notes)
+        length = train.inputs.shape[1] - (train.labels is None)
+        return DataSet(name, kind, train, test, classes, (length,), torch.empty(0), torch.empty(0), notes)
     if isinstance(train, Files):
         chosen = order(len(train), 0, 0)[:ESTIMATED]
         pixels, _ = replace(train, random=False).batch(chosen)
@@ -383,13 +386,34 @@ def _video(root: Path) -> _Read:
     return _Read("clips", train, test, _classes(root, train, test))
 
 
-def _npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _made_tokens(root: Path) -> _Read:
+    parts, words = [], 0
+    for path in (root / "train.npz", root / "test.npz"):
+        found = _npz(path, ("tokens",), ("labels", "vocabulary"))
+        tokens = found["tokens"]
+        if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or tokens.shape[0] < 1 or tokens.shape[1] < 2 or tokens.min() < 0:
+            raise ValueError(f"data '{path}': tokens has shape {tokens.shape} and type {tokens.dtype}; wanted (N, L) integers from 0 on.")
+        if "labels" in found:
+            parts.append(_labelled(tokens.astype(np.int32), path, "labels", found))
+            continue
+        words = int(found["vocabulary"]) if found.get("vocabulary", np.zeros(2)).size == 1 else 0
+        if words <= tokens.max():
+            raise ValueError(f"data '{path}': without labels, vocabulary is the number of words, here above {tokens.max()}; it is {words}.")
+        parts.append(Part(torch.from_numpy(tokens.astype(np.int32)), None))
+    train, test = parts
+    if (train.labels is None) != (test.labels is None):
+        raise ValueError(f"data '{root}': one of train.npz and test.npz has labels. Give both labels, or none.")
+    classes = _classes(root, train, test) if train.labels is not None else words
+    return _Read("text", train, test, classes)
+
+
+def _npz(path: Path, keys: tuple[str, ...], further: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise FileNotFoundError(f"data '{path}': there is no such file.")
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             names = list(file.files)
-            found = {name: file[name] for name in keys if name in names}
+            found = {name: file[name] for name in (*keys, *further) if name in names}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, AttributeError, TypeError) as e:
         raise ValueError(f"data '{path}' is no .npz file of plain arrays.") from e
     missing = [k for k in keys if k not in found]
@@ -483,6 +507,7 @@ READERS: dict[str, Callable[..., _Read]] = {
     "folder": _folder,
     "video": _video,
     "text": _text,
+    "tokens": _made_tokens,
 }
 SOURCES = {
     f"cifar{n}": f'Download the "CIFAR-{n} binary version" from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it.'

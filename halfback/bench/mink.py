@@ -1,16 +1,18 @@
-"""The baseline: DropIT's Min-K as its released code does it, on torchvision's models.
+"""The baseline: DropIT's Min-K as its released code does it, with values and an index for each.
 
     forward    y  = x W' + b          exact
     backward   dx = dy W              exact
                dW = dy' x_hat         approximate: x_hat has the largest elements of x, and zeros
 Saved for backward: the largest `keep` of all elements of x by magnitude (one flat top-k), an int32 index for each, and W.
 
-Every linear and convolutional layer, the first one too, and the two projections of nn.MultiheadAttention.
+Every linear and convolutional layer, the first one too, and the two projections of nn.MultiheadAttention as torchvision's ViT calls it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +91,7 @@ def attention(layer: nn.MultiheadAttention, keep: float, x: Tensor, key: Tensor,
     return layer.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
-FORWARDS = {nn.Linear: linear, nn.Conv2d: conv2d, nn.MultiheadAttention: attention}
+FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {nn.Linear: linear, nn.Conv2d: conv2d, nn.MultiheadAttention: attention}
 
 
 def mink_(model: nn.Module, keep: float) -> None:

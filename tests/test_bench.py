@@ -1,0 +1,258 @@
+"""The benchmark, on a CPU and on tiny models: every method trains what it says, rows are measured once, a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import halfback as hb
+from halfback.bench import fits, growth
+from halfback.bench.measure import counted_peak, floor, shares
+from halfback.bench.models import MODELS
+from halfback.bench.peers import Coder, lora_
+from halfback.bench.picture import picture
+from halfback.bench.rows import Row, rows_of
+from halfback.bench.work import Place, Step, Turn
+from halfback.cli import main
+
+PLACE = Place("cpu", small=True)
+FAMILIES = ("vit-b", "convnext-t", "llama-1b", "gpt2-medium", "swin-t")
+
+
+def stepped(name: str, text: str, **changes) -> tuple[float, Step]:
+    step = Step(PLACE.spec(name), Row(text, text, False), PLACE, Turn(None))
+    torch.manual_seed(0)
+    loss = step.loss()
+    (loss / step.applied.parts).backward()
+    return loss.item(), step
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {name: stepped(name, "plain")[0] for name in (*FAMILIES, "resnet-50")}
+
+
+CASES = [(n, r.text, r.note) for n in FAMILIES for r in rows_of(PLACE.spec(n), every=True) if not r.compiled and not r.is_plain]
+
+
+@pytest.mark.parametrize(("name", "text", "note"), CASES)
+def test_a_methods_first_loss_is_plains_and_its_gradients_are_finite(name, text, note, plain):
+    loss, step = stepped(name, text)
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    grads = [p.grad for p in trained if p.grad is not None]
+    assert len(grads) > 0.4 * len(trained) and all(g.isfinite().all() for g in grads) and any(g.abs().max() > 0 for g in grads)
+    if "forward" not in note and not text.startswith("accumulate"):
+        assert loss == pytest.approx(plain[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("text", ["recompute", "fewbits 8", "mink 0.2", "lean", "dropit(keep=0.2)"])
+def test_a_convnet_with_batch_norm_trains_too(text, plain):
+    assert stepped("resnet-50", text)[0] == pytest.approx(plain["resnet-50"], abs=1e-4)
+
+
+@pytest.mark.parametrize("text", ["plain", "sbp(layers='paper')", "lean", "recompute"])
+def test_a_detector_trains(text, monkeypatch):
+    """With stand-ins for torchvision's own operators, which a CPU build of torch may lack."""
+    from torchvision.models.detection import roi_heads
+    from torchvision.ops import boxes, poolers
+
+    def pooled(x, rois, output_size, *_, **__):
+        rows = torch.cat([torch.full((len(r), 1), i) for i, r in enumerate(rois)]) if isinstance(rois, list) else rois
+        return x.mean((2, 3))[rows[:, 0].long()][..., None, None].expand(-1, -1, *output_size)
+
+    monkeypatch.setattr(boxes, "nms", lambda boxes, scores, threshold: scores.argsort(descending=True)[:8])
+    for module in (poolers, roi_heads):
+        monkeypatch.setattr(module, "roi_align", pooled)
+    loss, step = stepped("mask-rcnn", text)
+    assert loss == pytest.approx(stepped("mask-rcnn", "plain")[0], abs=1e-4)
+    assert all(p.grad.isfinite().all() for p in step.model.backbone.parameters())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("timm:vit_tiny_patch16_224", "patches"), ("hf:llama", "text"), ("torchvision:vgg11", "bare")])
+def test_your_own_model_is_offered_what_fits_it(name, kind):
+    spec = Place("cpu").spec(name)
+    texts = {r.text for r in rows_of(spec, every=True)}
+    assert spec.kind == kind and {"plain", "lean", "offload"} <= texts
+    assert ("patchdropout 0.5" in texts) == (kind == "patches") and ("lean+chunkedloss" in texts) == (kind == "text")
+    assert ("sbp(keep=0.5)" in texts) == ("recompute" in texts) == (kind != "bare")
+
+
+@pytest.mark.parametrize("text", ["plain", "patchdropout 0.5", "lora 16", "skiptokens(keep=0.5)"])
+def test_your_own_vit_trains(text):
+    place = Place("cpu", batch=2, size=32)
+    step = Step(place.spec("timm:vit_tiny_patch16_224"), Row("", text, False), place, Turn(None))
+    step()
+    assert len(step.batch[0]) == 2 and any(p.grad is not None and p.grad.isfinite().all() for p in step.model.parameters())
+
+
+def test_accumulated_gradients_are_the_whole_batchs():
+    whole = stepped("vit-b", "plain")[1]
+    parts = Step(PLACE.spec("vit-b"), Row("", "accumulate 4", False), PLACE, Turn(None))
+    for i in range(4):
+        parts.batch = tuple(t[2 * i : 2 * i + 2] for t in whole.batch)
+        (parts.loss() / parts.applied.parts).backward()
+    for p, q in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_coded_tensors_are_held_once_and_gradients_are_near():
+    exact, coded = stepped("vit-b", "plain")[1], stepped("vit-b", "fewbits 8")[1]
+    for p, q in zip(exact.model.parameters(), coded.model.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 0.1 * p.grad.norm() + 1e-6
+    coder, x = Coder(exact.model, 4, torch.float32), torch.randn(64, 64)
+    with coder.hooks():
+        y = x.requires_grad_() * 1
+        known = (y * y, y.exp())  # y is saved twice, the result of exp once
+    coded = [c() for _, found in coder.known.values() for c in found.values() if c() is not None]
+    assert len(known) == 2 and len(coded) == 2
+
+
+def test_adapters_are_pefts():
+    from peft import LoraConfig, get_peft_model
+
+    spec = PLACE.spec("llama-1b")
+    ours, theirs = spec.build("cpu", torch.float32), spec.build("cpu", torch.float32)
+    lora_(ours, 16, spec, "cpu")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    theirs = get_peft_model(theirs, LoraConfig(r=16, lora_alpha=16, target_modules=targets))
+    batch = spec.samples(2, "cpu", torch.float32)
+    held = [hb.held(m, lambda m=m: m(**batch).loss) for m in (ours, theirs)]
+    counts = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (ours, theirs)]
+    assert counts[0] == counts[1] and held[0] == pytest.approx(held[1], rel=0.05)
+
+
+def test_methods_take_less_memory_than_plain_and_the_floor_is_arithmetic():
+    steps = {text: stepped("vit-b", text)[1] for text in ("plain", "recompute", "sbp(keep=0.5, layers='all')", "fewbits 4", "accumulate 2")}
+    peaks = {text: counted_peak(s.model, s, s.batch) for text, s in steps.items()}
+    assert all(peaks[text] < 0.9 * peaks["plain"] for text in peaks if text != "plain")
+    model = PLACE.spec("vit-b").build("cpu", torch.float32)
+    share = shares(model, lambda: steps["plain"].spec.run(model, steps["plain"].batch, "cpu"))
+    blocks = sum(v for k, v in share.items() if k.count(".") == 2 and "encoder_layer" in k)
+    assert share[""] == pytest.approx(1) and 0.5 < blocks < 1
+    half = steps["sbp(keep=0.5, layers='all')"].report
+    assert floor(half, share) == pytest.approx((1 + 2 * (1 - 0.5 * blocks)) / 3)
+    assert floor(steps["recompute"].report, share) == pytest.approx((3 + blocks) / 3)
+
+
+def test_required_rows_are_there_and_rows_fit_their_models():
+    for name in ("vit-b", "convnext-t", "llama-1b"):
+        rows = [r for r in rows_of(MODELS[name]) if r.compiled]
+        texts = [r.text for r in rows]
+        assert {"plain", "recompute", "accumulate 2", "accumulate 4", "accumulate 8", "budget 0.5", "algorithm1 0.5"} <= set(texts)
+        assert sum(r.ours for r in rows) >= 4 and rows[0].is_plain
+    every = {name: [r.text for r in rows_of(spec, every=True)] for name, spec in MODELS.items()}
+    assert "patchdropout 0.5" in every["vit-l"] and "patchdropout 0.5" not in every["swin-t"]
+    assert "lean+chunkedloss" in every["gpt2-medium"] and "lean+chunkedloss" not in every["vit-b"]
+    assert not any(r.compiled for r in rows_of(MODELS["mask-rcnn"], every=True))
+    assert not any(t.startswith("accumulate 8") for t in every["mask-rcnn"])
+    for texts in every.values():
+        assert len(set(texts)) >= len(texts) / 2
+
+
+# The command
+
+
+def bench(*argv: str, out) -> int:
+    return main(["bench", "--device", "cpu", "--tiny", "--model", "small-vit", "--batch", "4", "--out", str(out), *argv])
+
+
+def test_rows_are_measured_once_and_drawn_and_one_that_fails_is_told_and_not_tried_again(tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    argv = ("--method", "sbp(keep=0.5)", "--method", "sbp(layers='nowhere')", "--only", "eager")
+    assert bench(*argv, out=out) == 1
+    assert "sbp(layers='nowhere'), eager failed: ValueError: apply_(): layers='nowhere'" in capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["method"] for r in rows if "failed" in r] == ["sbp(layers='nowhere'), eager"]
+    rows = [r for r in rows if "failed" not in r]
+    assert [r["method"] for r in rows] == ["plain, eager", "sbp(keep=0.5), eager", "plain, eager, again"]
+    wanted = (
+        "model method text compiled batch step_ms step_ms_p20 step_ms_p80 host_ms peak_gib time_ratio peak_ratio against gpu torch commit"
+    )
+    assert all(set(wanted.split()) <= r.keys() and r["seed"] == 0 and r["device"] == "cpu" for r in rows)
+    assert rows[1]["peak_ratio"] < 0.95 and rows[1]["against"] == "plain, eager" and rows[1]["ours"] and "time_floor" in rows[1]
+    assert (tmp_path / "bench_small-vit_eager.png").stat().st_size > 10_000
+    assert bench(*argv, out=out) == 0
+    assert len(out.read_text().splitlines()) == 4, "what is done is not measured again"
+    capsys.readouterr()
+    assert bench(*argv, "--list", out=out) == 0
+    said = capsys.readouterr().out
+    assert said.count("done 20") == 2 and said.count("failed: ValueError") == 1
+
+
+def test_when_time_is_over_rows_are_left_for_the_next_call(tmp_path, capsys):
+    assert bench("--minutes", "0.00001", "--method", "lean", out=tmp_path / "bench.jsonl") == 75
+    assert "2 rows are left. The same command goes on" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
+    turns = []
+
+    class Told(Turn):
+        def take(self):
+            turns.append("take")
+
+        def give(self):
+            turns.append("give")
+
+    step = Step(Place("cpu", True, batch=4).spec("small-vit"), Row("lean", "lean", True, True), PLACE, Told(None), with_floor=True)
+    told = step.warm_up()
+    assert turns[:5] == ["take", "give", "take", "give", "take"] and turns[-1] == "give"  # it is built, counted, and compiled, and runs
+    assert told["fullgraph"] and told["time_floor"] == 1 and all(p.grad is None for p in step.model.parameters())
+    assert step.measured()["memory"] == "held"
+
+
+def test_the_largest_that_fits_is_found():
+    for limit in (1, 7, 40, 1000):
+        for start, factor in ((1, 2.0), (35, 1.1), (300, 2.0)):
+            tried = []
+            found = fits.largest(lambda n, limit=limit, tried=tried: tried.append(n) or n <= limit, start, 1, factor)
+            assert found <= limit <= 1.06 * found + 1 and len(tried) < 60
+    assert fits.largest(lambda n: False, 64, 32, 2.0) == 0
+
+
+def test_less_memory_fits_more_and_growth_is_fitted():
+    spec = PLACE.spec("vit-b")
+    rooms = [{"largest": "batch", "room_gib": r} for r in (0.003, 0.005)]
+    sized = [{"largest": "size", "room_gib": 0.002}]
+    small, large, side = fits.work(spec, Row("", "plain", False), PLACE, {"asked": [*rooms, *sized]})
+    (less,) = fits.work(spec, Row("", "recompute", False), PLACE, {"asked": rooms[:1]})
+    assert less["at"] > small["at"] > 0 and large["at"] > small["at"] and side["at"] % spec.step == 0 < side["at"] and side["batch"] == 1
+    assert less["images_per_s"] > 0 and less["step_ms"] > 0
+    row = next(r for r in growth.rows_of(spec) if r.text == "plain")
+    (swept,) = growth.work(spec, row, PLACE, {"asked": [{"swept": "batch"}]})
+    assert swept["peak_exponent"] == pytest.approx(1, abs=0.2) and len(swept["points"]) == 4
+    assert growth.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+
+
+def test_the_picture_has_peers_and_ours_and_floors(tmp_path):
+    rows = [
+        {"method": "plain", "ours": False, "note": "", "time_ratio": 1.0, "peak_ratio": 1.0},
+        {"method": "sbp", "ours": True, "note": "", "time_ratio": 0.83, "peak_ratio": 0.75, "time_floor": 0.78},
+        {"method": "skip", "ours": True, "note": "changes the forward", "time_ratio": 0.7, "peak_ratio": 0.7, "time_floor": 0.6},
+        {"method": "PatchDropout", "ours": False, "note": "changes the forward", "time_ratio": 0.5, "peak_ratio": 0.5},
+    ]
+    for name, time in (("a.png", 1.0), ("wide.png", 4.0)):
+        slow = {"method": "offload", "ours": False, "note": "", "time_ratio": time, "peak_ratio": 0.2}
+        picture([*rows, slow], "ViT", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--model", "vit-z", "--device", "cpu"], "model 'vit-z' is unknown. Models: vit-b, "),
+        (["--method", "sbp(kep=1)", "--device", "cpu", "--tiny"], "sbp takes keep"),
+        (["--method", "lora", "--part", "fits", "--device", "cpu"], "--method is for --part step"),
+        (["--only", "nothing", "--device", "cpu"], "no row of vit-b, convnext-t, llama-1b has 'nothing'"),
+        (["--minutes", "0", "--device", "cpu"], "--minutes 0.0 must be above 0"),
+        (["--model", "vit-b", "--seq", "8", "--device", "cpu"], "takes images, which have no --seq"),
+        pytest.param(["--model", "vit-b"], "no GPU found", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
+    ],
+)
+def test_a_mistake_is_one_line(given, message, tmp_path, capsys):
+    assert main(["bench", "--out", str(tmp_path / "b.jsonl"), *given]) == 2
+    caught = capsys.readouterr()
+    assert caught.err.startswith("halfback: ") and message in caught.err and caught.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,260 @@
+"""Models of other people's libraries, as they are, train with SBP and with DropIT."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+
+import halfback as hb
+
+STEPS = 20
+METHODS = hb.SBP(keep=0.5, layers="all"), hb.DropIT(keep=0.2, activation_bits=8)
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+TEXT = {**SIZES, "vocab_size": 100, "use_cache": False}
+LABELS = torch.tensor([1, 2])
+
+# transformers
+
+
+def of_transformers(name: str, task: str, inputs: dict | None = None, **settings):
+    import transformers
+
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}For{task}")(config(**settings)), {"input_ids": zoo.tokens(24)} if inputs is None else inputs
+
+
+def classifier(name: str, size: int, **settings):
+    return of_transformers(name, "ImageClassification", {"pixel_values": zoo.images(size)}, **settings, num_labels=5)
+
+
+def vit_mae():
+    places = torch.linspace(1, 0, 16).repeat(2, 1)  # which patches are masked
+    sizes = {**SIZES, **{f"decoder_{k}": v for k, v in SIZES.items()}, "image_size": 32, "patch_size": 8}
+    return of_transformers("ViTMAE", "PreTraining", {"pixel_values": zoo.images(32), "noise": places}, **sizes)
+
+
+def qwen3():
+    return of_transformers("Qwen3", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12)
+
+
+def gemma3():
+    return of_transformers("Gemma3", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12, sliding_window=8)
+
+
+def mamba():
+    return of_transformers("Mamba", "CausalLM", hidden_size=24, num_hidden_layers=3, vocab_size=100, state_size=4, use_cache=False)
+
+
+def t5():
+    sizes = {"d_model": 24, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 2, "vocab_size": 100, "dropout_rate": 0.0}
+    inputs = {"input_ids": zoo.tokens(24), "decoder_input_ids": zoo.tokens(16)}
+    return of_transformers("T5", "ConditionalGeneration", inputs, **sizes, use_cache=False)
+
+
+def wav2vec2():
+    torch.manual_seed(1)
+    sizes = {**SIZES, "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "classifier_proj_size": 24, "num_labels": 5}
+    places = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0}
+    none = {f"{k}_dropout": 0.0 for k in ("hidden", "attention", "activation", "feat_proj", "final")}
+    inputs = {"input_values": torch.randn(2, 400)}
+    return of_transformers("Wav2Vec2", "SequenceClassification", inputs, **sizes, **places, **none, num_feat_extract_layers=2)
+
+
+def swin():
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+    return classifier("Swin", 32, **sizes, drop_path_rate=0.0)
+
+
+def convnext_v2():
+    return classifier("ConvNextV2", 64, depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 24, 32])
+
+
+def segformer():
+    sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 2], "decoder_hidden_size": 24}
+    return classifier("Segformer", 64, **sizes, hidden_dropout_prob=0.0, drop_path_rate=0.0, classifier_dropout_prob=0.0)
+
+
+# timm
+
+
+def of_timm(kind: str, size: int = 32, **settings):
+    import timm
+
+    return getattr(timm.models, kind)(num_classes=5, **settings), (zoo.images(size),)
+
+
+def eva02():
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2, "ref_feat_shape": (4, 4)}
+    return of_timm("Eva", **sizes, swiglu_mlp=True, scale_mlp=True, use_rot_pos_emb=True, qkv_fused=False)
+
+
+def mixer():
+    return of_timm("MlpMixer", img_size=32, patch_size=8, num_blocks=3, embed_dim=24)
+
+
+def beit():
+    return of_timm("Beit", img_size=32, patch_size=8, embed_dim=24, depth=3, num_heads=2)
+
+
+def timm_swin():
+    sizes = {"img_size": 32, "patch_size": 2, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 2), "window_size": 4}
+    return of_timm("SwinTransformer", **sizes, drop_path_rate=0.0)
+
+
+def timm_convnext_v2():
+    return of_timm("ConvNeXt", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), use_grn=True, ls_init_value=None)
+
+
+def davit():
+    return of_timm("DaVit", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 2))
+
+
+def edgenext():
+    return of_timm("EdgeNeXt", 64, dims=(16, 24, 32, 48), depths=(1, 1, 2, 1), heads=(2, 2, 2, 2))
+
+
+def coatnet():
+    from timm.models.maxxvit import MaxxVit, MaxxVitCfg
+
+    return MaxxVit(MaxxVitCfg((16, 32), (1, 2), ("C", "T"), stem_width=8), img_size=64, num_classes=5), (zoo.images(64),)
+
+
+# torchvision
+
+
+def tv_swin(**kinds):
+    from torchvision.models import SwinTransformer
+
+    model = SwinTransformer([2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5, stochastic_depth_prob=0.0, **kinds)
+    return model, (zoo.images(32),)
+
+
+def tv_swin_v2():
+    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
+
+    return tv_swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2)
+
+
+def tv_swin_3d():
+    from torchvision.models.video import SwinTransformer3d
+
+    model = SwinTransformer3d([2, 4, 4], 12, [2, 2], [2, 2], [2, 4, 4], num_classes=5, stochastic_depth_prob=0.0)
+    return model, (zoo.images(32)[:, :, None] * torch.linspace(0.5, 1, 4).reshape(4, 1, 1),)
+
+
+def resnet():
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5), (zoo.images(64),)
+
+
+def efficientnet():
+    from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+
+    settings = [MBConvConfig(*s, 1.0, 1.0) for s in ((1, 3, 1, 16, 16, 1), (4, 3, 2, 16, 24, 2), (4, 5, 2, 24, 32, 2))]
+    return EfficientNet(settings, 0.0, stochastic_depth_prob=0.0, num_classes=5, last_channel=64), (zoo.images(64),)
+
+
+# with einops
+
+
+def einops_vit():
+    from vit_pytorch import ViT
+
+    return ViT(image_size=32, patch_size=8, num_classes=5, dim=24, depth=3, heads=2, mlp_dim=48, dim_head=12), (zoo.images(32),)
+
+
+def einops_cct():
+    from vit_pytorch.cct import CCT
+
+    sizes = {"img_size": 32, "embedding_dim": 24, "num_layers": 3, "num_heads": 2, "mlp_ratio": 2, "num_classes": 5}
+    return CCT(**sizes, attention_dropout=0.0, stochastic_depth_rate=0.0), (zoo.images(32),)
+
+
+TRANSFORMERS = [vit_mae, qwen3, gemma3, mamba, t5, wav2vec2, swin, convnext_v2, segformer]
+TIMM = [eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
+TORCHVISION = [tv_swin, tv_swin_v2, tv_swin_3d, resnet, efficientnet]
+EINOPS = [einops_vit, einops_cct]
+MODELS = {f.__name__: f for f in TRANSFORMERS + TIMM + TORCHVISION + EINOPS}
+MODELS |= {n: functools.partial(f, **({"depths": (1, 1, 2, 1)} if n in zoo.CONVNETS else {"layers": 3})) for n, f in zoo.MODELS.items()}
+UNCUT = ("resnet", "efficientnet", "einops_vit")  # BatchNorm sees all positions; a block that is a branch alone has no trunk to join
+
+
+def make(name: str):
+    MODELS[name]()  # importing a model's module draws random numbers
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return model.train(), batch
+
+
+def loss_of(model, batch) -> torch.Tensor:
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    if getattr(out, "loss", None) is not None:
+        return out.loss
+    out = zoo.logits(out)
+    if out.ndim == 2:
+        return F.cross_entropy(out, LABELS)
+    return F.cross_entropy(out.flatten(0, 1), batch.get("decoder_input_ids", batch["input_ids"]).flatten())
+
+
+def train(model, batch) -> torch.Tensor:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for _ in range(STEPS):
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@functools.cache
+def plain(name: str) -> tuple[torch.Tensor, int]:
+    """The loss of the first step, and what is held for it."""
+    model, batch = make(name)
+    return loss_of(model, batch).detach(), hb.held(model, lambda: loss_of(model, batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", METHODS, ids=["sbp", "dropit"])
+def test_it_trains(name, method):
+    first, held = plain(name)
+    model, batch = make(name)
+    report = hb.apply_(model, method)
+    losses = train(model, batch)
+    torch.testing.assert_close(losses[0], first, rtol=1e-5, atol=1e-6)
+    assert losses.isfinite().all() and losses[-1] < losses[0]
+    if isinstance(method, hb.SBP) and name in UNCUT:
+        assert f"nothing was cut, so gradients are exact and nothing is saved, in {report.blocks[0]}" in str(report)
+    else:
+        assert hb.held(model, lambda: loss_of(model, batch)) < held
+    if isinstance(method, hb.DropIT):
+        assert report.approximated and report.after < report.before
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["sbp", "dropit"])
+def test_what_timm_does_to_models_still_works(method, tmp_path):
+    from timm.utils import ModelEmaV3, unwrap_model
+
+    (plain, batch), (model, _) = make("timm_vit"), make("timm_vit")
+    hb.apply_(model, method)
+    ema = ModelEmaV3(model, decay=0.5)
+    train(model, batch)
+    ema.update(model)
+    assert unwrap_model(model) is model and unwrap_model(ema) is ema.module
+    assert not torch.equal(ema.module.head.weight, model.head.weight)
+    loss_of(ema.module, batch).backward()  # a copy with the method, and weights of its own
+    assert ema.module.head.weight.grad is not None
+
+    for m in (plain, model):
+        m.reset_classifier(7)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    plain.load_state_dict(torch.load(tmp_path / "weights.pt"), strict=True)
+    torch.testing.assert_close(zoo.call(model, batch), zoo.call(plain, batch))
+    model.zero_grad()
+    model.bfloat16()(batch[0].bfloat16()).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
