@@ -28,11 +28,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), str(RO
 
 import pictures  # noqa: E402
 import tables  # noqa: E402
-import zoo  # noqa: E402
+import test_third_party as third_party  # noqa: E402
 
 import halfback as hb  # noqa: E402
 from halfback import cli, compiled, layers, ops  # noqa: E402
-from halfback.blocks import find_blocks  # noqa: E402
 from halfback.methods import Method  # noqa: E402
 
 WIDTH = "110"  # columns of help texts
@@ -65,6 +64,18 @@ def host(file: str, model: str, method: str) -> str:
 
 def compiling(file: str, model: str, method: str) -> str:
     return f"{_step(file, model, method)[0]['compile_s']:.0f} s"
+
+
+def measured(model: str, method: str) -> str:
+    """What `halfback bench` found of a method on a GPU, or that it has not yet."""
+    path = tables.RESULTS / "bench.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [r for r in rows if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r]
+    found = [r for r in steps if (r["model"], r["method"]) == (model, method)]
+    if not found:
+        return "We have not measured it yet."
+    row = found[-1]
+    return f"On {row['about']} it took {row['peak_ratio']:.2f} of the memory and {row['time_ratio']:.2f} of the time here."
 
 
 @functools.cache
@@ -198,13 +209,14 @@ def again() -> str:
 
 
 def models() -> str:
-    """The models that the tests train unmodified."""
-    where = {"timm": "timm", "tv": "torchvision"}
-    rows = []
-    for name, make in zoo.MODELS.items():
-        model, _ = make()
-        rows.append([f"`{type(model).__name__}`", where.get(name.split("_")[0], "transformers"), str(len(find_blocks(model)))])
-    return _table(["model", "of", "blocks found"], rows)
+    """The models of other people's libraries that the tests train as they are."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for name, make in third_party.MODELS.items():
+        kind = type(make()[0])
+        library = kind.__module__.partition(".")[0].replace("_", "-")
+        found.setdefault(library, (set(), set()))[name in third_party.UNCUT].add(kind.__name__)
+    rows = [[library, *(_names(sorted(names)) for names in both)] for library, both in sorted(found.items())]
+    return _table(["of", "models", "models in which SBP finds nothing to cut"], rows)
 
 
 def _told(method: type) -> dict[str, str]:
@@ -255,7 +267,7 @@ def _signature(name: str, thing: Any) -> str:
     shown = []
     for p in found.parameters.values():
         of = "" if p.annotation is p.empty else f": {p.annotation}"
-        default = "" if p.default is p.empty else (" = " if of else "=") + repr(p.default)
+        default = "" if p.default is p.empty or "factory" in repr(p.default) else (" = " if of else "=") + repr(p.default)
         mark = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         if p.kind is p.KEYWORD_ONLY and not any(s.startswith("*") for s in shown):
             shown.append("*")
@@ -296,9 +308,10 @@ def examples() -> str:
     return "\n\n".join(parts)
 
 
-MADE = (time, memory, host, compiling, peak, loss, top1, interval, clear, runs, not_run, digits, error, least)
+MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least)
 MADE += (streamed, ledger, again, models, options, reference, commands, examples)
-MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
+TABLES = {name: make if tables.OPTIONAL.get(name, ROOT).exists() else str for name, make in tables.TABLES.items()}
+MAKERS: dict[str, Callable[..., str]] = {**TABLES, **{f.__name__: f for f in MADE}}
 
 
 def page(text: str) -> str:
