@@ -32,6 +32,7 @@ import test_third_party as third_party  # noqa: E402
 
 import halfback as hb  # noqa: E402
 from halfback import cli, compiled, layers, ops  # noqa: E402
+from halfback.integrations import huggingface, lightning  # noqa: E402
 from halfback.methods import Method  # noqa: E402
 
 WIDTH = "110"  # columns of help texts
@@ -248,13 +249,16 @@ def reference() -> str:
         thing = getattr(hb, name)
         kind = 1 if not inspect.isclass(thing) else 0 if issubclass(thing, Method) else 2
         list(kinds.values())[kind].append(name)
-    return "\n\n".join(f"## {kind}\n\n" + "\n\n".join(map(_entry, names)) for kind, names in kinds.items())
+    return "\n\n".join(f"## {kind}\n\n" + "\n\n".join(_entry(name, getattr(hb, name)) for name in names) for kind, names in kinds.items())
 
 
-def _entry(name: str) -> str:
-    thing = getattr(hb, name)
+def callbacks() -> str:
+    return "\n\n".join(_entry(f"{m.__name__}.HalfbackCallback", m.HalfbackCallback) for m in (huggingface, lightning))
+
+
+def _entry(name: str, thing: Any) -> str:
     about, *more = inspect.cleandoc(thing.__doc__ or "").split("\n\n")
-    parts = [f"### {name}", f"```text\n{_signature(name, thing)}\n```", about]
+    parts = [f"### {name}", f"```text\n{_signature(thing.__name__, thing)}\n```", about]
     if more:
         parts.append("```text\n" + "\n\n".join(more) + "\n```")
     if inspect.isclass(thing) and not issubclass(thing, Method):
@@ -309,7 +313,7 @@ def examples() -> str:
 
 
 MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least)
-MADE += (streamed, ledger, again, models, options, reference, commands, examples)
+MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
 TABLES = {name: make if tables.OPTIONAL.get(name, ROOT).exists() else str for name, make in tables.TABLES.items()}
 MAKERS: dict[str, Callable[..., str]] = {**TABLES, **{f.__name__: f for f in MADE}}
 
