@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -38,6 +39,16 @@ def test_a_part_that_nobody_makes_is_an_error():
     for text in ("<!-- nothing -->\n<!-- /nothing -->", "<!-- models -->", "<!-- /models -->"):
         with pytest.raises(ValueError, match=r"Parts that nobody makes, or that do not begin or end: (nothing|models)"):
             make.page(text)
+
+
+def test_what_a_benchmark_has_not_measured_is_said_to_be_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(make.tables, "RESULTS", tmp_path)
+    assert make.measured("vit-b", "offload") == "We have not measured it yet."
+    row = {"part": "step", "device": "cuda", "model": "vit-b", "about": "ViT-B/16", "method": "offload"}
+    rows = [{**row, "time_ratio": 2.0, "peak_ratio": 0.5}, {**row, "time_ratio": 1.5, "peak_ratio": 0.25}, {**row, "failed": "no room"}]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert make.measured("vit-b", "offload") == "On ViT-B/16 it took 0.25 of the memory and 1.50 of the time here."
+    assert make.measured("vit-b", "lora 16") == "We have not measured it yet."
 
 
 def test_every_table_of_the_results_has_a_place():
