@@ -153,7 +153,7 @@ def error(method: str, of: str, blocks: str) -> str:
 
 
 def least() -> str:
-    """The smallest peak that an exact plan was found for, of the plain peak."""
+    """The smallest peak that a plan was found for, of the plain peak."""
     rows = map(json.loads, (tables.RESULTS / "budget.jsonl").read_text().splitlines())
     return ", ".join(f"{min(r['peaks']):.2f} for {r['model']}" for r in rows if r["part"] == "sweep")
 

@@ -51,6 +51,13 @@ def test_what_a_benchmark_has_not_measured_is_said_to_be_unknown(tmp_path, monke
     assert make.measured("vit-b", "lora 16") == "We have not measured it yet."
 
 
+@pytest.mark.parametrize("name", ["which", "caveats"])
+def test_what_is_said_not_to_be_measured_is_not(name):
+    """Where one of these recipes has a result, say on the page what came out."""
+    said = "not measured yet, neither on CIFAR-100 nor on ImageNet" in (ROOT / "docs" / f"{name}.md").read_text()
+    assert said == all(f"`{recipe}`" in make.not_run() for recipe in ("vit_main", "imagenet"))
+
+
 def test_every_table_of_the_results_has_a_place():
     pages = "".join(p.read_text() for p in [ROOT / "README.md", *PAGES])
     assert not [name for name in make.tables.TABLES if f"<!-- {name} -->" not in pages]
