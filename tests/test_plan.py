@@ -298,11 +298,11 @@ def test_a_batch_on_meta_of_another_size(size):  # once: it is expanded, so its 
 
 def test_the_most_samples_are_found_without_their_memory():  # once: batches are made real, and all of them stay
     script = """
-import resource, zoo, torch, halfback as hb
+import zoo, torch, halfback as hb
 model = torch.nn.Linear(256, 1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = zoo.most_memory()
 print(hb.plan(model, torch.randn(4, 256), "64MiB", batch_size="max").batch_size)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(zoo.most_memory() - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr

@@ -83,6 +83,11 @@ def loss_from(scores: Tensor, y: Tensor, smoothing: float = 0.0, reduction: str 
     return F.cross_entropy(scores, y, label_smoothing=smoothing, reduction=reduction)
 
 
+# Groups that are destroyed, held until Python ends. If DDP's reducer were the last to hold one, it would wait for gloo's thread with
+# Python's lock in its hands, and gloo's thread for that lock.
+_GROUPS: list[Any] = []
+
+
 class World:
     """The processes that train together: this one alone, or those that torchrun started."""
 
@@ -109,6 +114,7 @@ class World:
         try:
             yield
         finally:
+            _GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def wait(self) -> None:
