@@ -100,7 +100,9 @@ class Report:
                 lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
         uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
         if self.positions and uncut and not any(m.changes_forward for m in self.methods):
-            lines.append(f"  nothing was cut, so gradients are exact and no less is held, maybe more, in {_range(uncut)}; leave them out of layers=")
+            lines.append(
+                f"  nothing was cut, so gradients are exact and no less is held, maybe more, in {_range(uncut)}; leave them out of layers="
+            )
         if self.blocks and not self.positions:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
