@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def main(args: argparse.Namespace, say: Say = print) -> int:
     place = Place(args.device, args.tiny, args.batch, args.size, args.seq)
     names = args.model or models_of(args)
     specs = [place.spec(name) for name in names]
-    run = Run(place, args.out, say, args.minutes, args.limit, args.side_by_side, args.again)
+    run = Run(place, args.out, say, args.minutes, args.limit, args.side_by_side or at_once(args.device), args.again)
     work = [(spec, chosen(spec, args)) for spec in specs]
     if not any(rows for _, rows in work):
         raise ValueError(f"bench: no row of {', '.join(names)} has {' or '.join(map(repr, args.only or [args.part]))}; --list shows them.")
@@ -63,6 +64,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("bench needs matplotlib: pip install halfback[train].")
     if args.method and args.part != "step":
         raise ValueError(f"bench: --method is for --part step; --part {args.part} has its own.")
+
+
+def at_once(device: str) -> int:
+    """How many rows may compile side by side: one a core, and on a GPU one for each 8 GiB, as all of them have their weights there."""
+    cores = os.cpu_count() or 1
+    return cores if device == "cpu" else max(2, min(cores, torch.cuda.get_device_properties(0).total_memory // (8 * GIB)))
 
 
 def models_of(args: argparse.Namespace) -> list[str]:
@@ -170,7 +177,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for rows to get ready, and for one to be timed (default: %(default)s)",
     )
-    add("--side-by-side", type=int, default=12, metavar="N", help="rows that compile at once (default: %(default)s)")
+    add("--side-by-side", type=int, metavar="N", help="rows that compile at once (default: what cores and memory allow)")
     add("--again", action="store_true", help="measure what is done, too")
     add("--list", action="store_true", help="the rows, and which are done")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command out (default: %(default)s)")

@@ -85,7 +85,7 @@ class Run:
     say: Say = print
     minutes: float | None = None
     limit: float = 400  # seconds for the rows that compile side by side, and for one that is timed
-    side_by_side: int = 12
+    side_by_side: int = 2
     again: bool = False
     began: float = field(default_factory=time.monotonic)
     left: int = 0
@@ -174,7 +174,7 @@ class Run:
         self.left += sum(key(self.common(spec, row)) not in self.done for spec, row in queue)
 
     def _start(self, batch: Sequence[tuple[Spec, Row]], folder: Path, children: list[Child]) -> list[Child]:
-        threads = math.ceil((os.cpu_count() or 1) / len(batch))
+        threads = max(2, (os.cpu_count() or 1) // len(batch))
         started = [Child(folder, spec, row, self.place, threads) for spec, row in batch]
         children += started
         return started
@@ -235,7 +235,10 @@ class Run:
         child = Child(folder, spec, row, self.place, os.cpu_count() or 1, part=part, asked=missing)
         try:
             for n, a in enumerate(missing):
-                found = child.wait(f".done{n}", time.monotonic() + self.limit)
+                found = child.wait(f".done{n}", min(time.monotonic() + self.limit, self.ends))
+                if found is None and child.why() is None and time.monotonic() > self.ends:
+                    self.left += len(missing) - n
+                    break
                 if found is None:
                     self.fail(child, part, **a)
                     break
