@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -191,6 +194,12 @@ def test_rows_that_are_not_ready_when_time_is_over_are_left_and_not_told_to_have
     assert bench("--minutes", "0.005", "--method", "lean", "--only", "eager", out=tmp_path / "bench.jsonl") == 75
     said = capsys.readouterr().out
     assert "lean, eager was not ready in time and is left" in said and "2 rows are left" in said and not list(tmp_path.iterdir())
+
+
+def test_who_hangs_while_others_wait_for_their_turn_ends(tmp_path):
+    code = "import sys, time, pathlib; from halfback.bench import work; work.TURN = 1\nturn = work.Turn(pathlib.Path(sys.argv[1]))"
+    for more, ends in (("turn.take(); turn.give(); time.sleep(1.5)", 0), ("turn.take(); time.sleep(60)", -signal.SIGALRM)):
+        assert subprocess.run([sys.executable, "-c", f"{code}; {more}", str(tmp_path / "turn")]).returncode == ends
 
 
 def test_models_compile_side_by_side_and_each_has_its_own_plain(tmp_path, capsys):

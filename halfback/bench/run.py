@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from . import results
 from .models import Spec
 from .results import AGAIN, append, finished, key, read, rounded
 from .rows import Row
-from .work import Place, task
+from .work import TURN, Place, task
 
 POLL = 0.05
 TAIL = 1500  # characters of a log
@@ -65,7 +66,8 @@ class Child:
         path = self.stem.with_suffix(".failed")
         if path.exists():
             return json.loads(path.read_text())["failed"]
-        return None if self.process.poll() is None else f"exit code {self.process.returncode}"
+        code = self.process.poll()
+        return None if code is None else f"its turn took more than {TURN} s" if code == -signal.SIGALRM else f"exit code {code}"
 
     def log(self) -> str:
         return self.stem.with_suffix(".log").read_text(errors="replace")[-TAIL:]
