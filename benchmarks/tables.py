@@ -13,6 +13,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from halfback.bench.promises import kept
+from halfback.bench.results import in_full, note_of
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -124,12 +127,14 @@ def bench_table() -> str:
         first = next(iter(found.values()))
         what = f"{first['size']} px" if first["unit"] == "images" else f"{first['size']} tokens"
         out += [measured_on(first["about"], first, what), ""]
-    return "\n".join(out[:-1])
+    cells = kept(r for r in steps if in_full(r))
+    promised = [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] * len(cells[0]), *cells[1:])]
+    return "\n".join([*promised, "", *out[:-1]] if cells[1:] else out[:-1])
 
 
 def bench_row(r: dict) -> str:
     name = f"**`{r['text']}`**" if r["ours"] else r["method"].removesuffix(", eager")
-    return f"| {name} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {r['time_ratio']:.2f} | {r['peak_ratio']:.2f} | {r['note']} |"
+    return f"| {name} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {r['time_ratio']:.2f} | {r['peak_ratio']:.2f} | {note_of(r)} |"
 
 
 def digits_table() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from halfback.bench.measure import counted_peak, floor, shares
 from halfback.bench.models import MODELS
 from halfback.bench.peers import Coder, lora_
 from halfback.bench.picture import picture
+from halfback.bench.promises import PROMISES, ahead, kept
 from halfback.bench.rows import Row, rows_of
 from halfback.bench.work import Place, Step, Turn
 from halfback.cli import main
@@ -34,7 +38,7 @@ def plain():
     return {name: stepped(name, "plain")[0] for name in (*FAMILIES, "resnet-50")}
 
 
-CASES = [(n, r.text, r.note) for n in FAMILIES for r in rows_of(PLACE.spec(n), every=True) if not r.compiled and not r.is_plain]
+CASES = [(n, r.text, r.note) for n in FAMILIES for r in rows_of(PLACE.spec(n), "all") if not r.compiled and not r.is_plain]
 
 
 @pytest.mark.parametrize(("name", "text", "note"), CASES)
@@ -73,7 +77,7 @@ def test_a_detector_trains(text, monkeypatch):
 @pytest.mark.parametrize(("name", "kind"), [("timm:vit_tiny_patch16_224", "patches"), ("hf:llama", "text"), ("torchvision:vgg11", "bare")])
 def test_your_own_model_is_offered_what_fits_it(name, kind):
     spec = Place("cpu").spec(name)
-    texts = {r.text for r in rows_of(spec, every=True)}
+    texts = {r.text for r in rows_of(spec, "all")}
     assert spec.kind == kind and {"plain", "lean", "offload"} <= texts
     assert ("patchdropout 0.5" in texts) == (kind == "patches") and ("lean+chunkedloss" in texts) == (kind == "text")
     assert ("sbp(keep=0.5)" in texts) == ("recompute" in texts) == (kind != "bare")
@@ -142,10 +146,10 @@ def test_required_rows_are_there_and_rows_fit_their_models():
         texts = [r.text for r in rows]
         assert {"plain", "recompute", "accumulate 2", "accumulate 4", "accumulate 8", "budget 0.5", "algorithm1 0.5"} <= set(texts)
         assert sum(r.ours for r in rows) >= 4 and rows[0].is_plain
-    every = {name: [r.text for r in rows_of(spec, every=True)] for name, spec in MODELS.items()}
+    every = {name: [r.text for r in rows_of(spec, "all")] for name, spec in MODELS.items()}
     assert "patchdropout 0.5" in every["vit-l"] and "patchdropout 0.5" not in every["swin-t"]
     assert "lean+chunkedloss" in every["gpt2-medium"] and "lean+chunkedloss" not in every["vit-b"]
-    assert not any(r.compiled for r in rows_of(MODELS["mask-rcnn"], every=True))
+    assert not any(r.compiled for r in rows_of(MODELS["mask-rcnn"], "all"))
     assert not any(t.startswith("accumulate 8") for t in every["mask-rcnn"])
     for texts in every.values():
         assert len(set(texts)) >= len(texts) / 2
@@ -183,7 +187,31 @@ def test_rows_are_measured_once_and_drawn_and_one_that_fails_is_told_and_not_tri
 
 def test_when_time_is_over_rows_are_left_for_the_next_call(tmp_path, capsys):
     assert bench("--minutes", "0.00001", "--method", "lean", out=tmp_path / "bench.jsonl") == 75
-    assert "2 rows are left. The same command goes on" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "4 rows are left. The same command goes on" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_rows_that_are_not_ready_when_time_is_over_are_left_and_not_told_to_have_failed(tmp_path, capsys):
+    assert bench("--minutes", "0.005", "--method", "lean", "--only", "eager", out=tmp_path / "bench.jsonl") == 75
+    said = capsys.readouterr().out
+    assert "lean, eager was not ready in time and is left" in said and "2 rows are left" in said and not list(tmp_path.iterdir())
+
+
+def test_who_hangs_while_others_wait_for_their_turn_ends(tmp_path):
+    code = "import sys, time, pathlib; from halfback.bench import work; work.TURN = 1\nturn = work.Turn(pathlib.Path(sys.argv[1]))"
+    for more, ends in (("turn.take(); turn.give(); time.sleep(1.5)", 0), ("turn.take(); time.sleep(60)", -signal.SIGALRM)):
+        assert subprocess.run([sys.executable, "-c", f"{code}; {more}", str(tmp_path / "turn")]).returncode == ends
+
+
+def test_models_compile_side_by_side_and_each_has_its_own_plain(tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    assert bench("--model", "small-vit-mean", "--method", "lean", "--only", "eager", "--side-by-side", "3", out=out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    order = [(r["model"], r["method"]) for r in rows]
+    names = ("plain, eager", "lean, eager", "plain, eager, again")
+    assert sorted(order) == sorted((m, n) for m in ("small-vit", "small-vit-mean") for n in names)
+    assert order.index(("small-vit", names[2])) < order.index(("small-vit-mean", names[1]))
+    assert all(r["time_ratio"] == r["peak_ratio"] == 1 for r in rows if r["method"] == names[0])
+    assert "3 of 3 rows ready" in capsys.readouterr().out
 
 
 def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
@@ -226,6 +254,34 @@ def test_less_memory_fits_more_and_growth_is_fitted():
     assert growth.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
 
 
+def measured(model="vit-b", method="plain", time=1.0, peak=1.0, ours=False, note=""):
+    return {"model": model, "about": model, "method": method, "time_ratio": time, "peak_ratio": peak, "ours": ours, "note": note}
+
+
+def test_promises_are_about_rows_that_are_there_and_are_held_against_what_was_measured():
+    for p in PROMISES:
+        assert p.method in [r.method for r in rows_of(MODELS[p.model], "promised")] and (p.time or p.peak)
+    head, *lines = kept([measured(), measured(method="sbp", time=0.83, peak=0.7601), measured(method="lean", time=1.03, peak=0.64)])
+    said = {line[0]: line[1:] for line in lines}
+    assert len(lines) == sum(p.model == "vit-b" for p in PROMISES) and len(head) == len(lines[0])
+    assert said["vit-b: sbp"] == ["0.83", "0.830", "0.76", "0.760", "no"] and said["vit-b: lean"][-1] == "yes"
+    assert said["vit-b: sbp keep 1, eager"] == ["1.03", "", "", "", "not measured"]
+    assert not kept([])[1:]
+
+
+def test_ahead_is_who_is_faster_and_smaller_than_plain_and_beaten_by_no_peer():
+    rows = [
+        measured(),
+        measured(method="accumulation", time=1.1, peak=0.2),
+        measured(method="PatchDropout", time=0.5, peak=0.3, note="changes the forward"),
+        measured(method="sbp", time=0.8, peak=0.7, ours=True),
+        measured(method="sbp + recompute", time=1.01, peak=0.1, ours=True),
+        measured(method="skiptokens", time=0.6, peak=0.6, ours=True, note="changes the forward"),
+    ]
+    assert ahead(rows) == ["sbp"]
+    assert ahead([*rows, measured(method="another peer", time=0.79, peak=0.7)]) == []
+
+
 def test_the_picture_has_peers_and_ours_and_floors(tmp_path):
     rows = [
         {"method": "plain", "ours": False, "note": "", "time_ratio": 1.0, "peak_ratio": 1.0},
@@ -244,8 +300,10 @@ def test_the_picture_has_peers_and_ours_and_floors(tmp_path):
     [
         (["--model", "vit-z", "--device", "cpu"], "model 'vit-z' is unknown. Models: vit-b, "),
         (["--method", "sbp(kep=1)", "--device", "cpu", "--tiny"], "sbp takes keep"),
+        (["--method", "accumulate", "--device", "cpu"], "'accumulate' is written as 'accumulate 2'"),
+        (["--method", "accumulate 3", "--device", "cpu"], "'accumulate 3' does not divide the batch of 256"),
         (["--method", "lora", "--part", "fits", "--device", "cpu"], "--method is for --part step"),
-        (["--only", "nothing", "--device", "cpu"], "no row of vit-b, convnext-t, llama-1b has 'nothing'"),
+        (["--only", "nothing", "--device", "cpu"], "no row of vit-b, convnext-t, llama-1b, vit-l, resnet-50, mask-rcnn has 'nothing'"),
         (["--minutes", "0", "--device", "cpu"], "--minutes 0.0 must be above 0"),
         (["--model", "vit-b", "--seq", "8", "--device", "cpu"], "takes images, which have no --seq"),
         pytest.param(["--model", "vit-b"], "no GPU found", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),

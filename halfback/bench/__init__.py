@@ -5,4 +5,5 @@ peers.py     what one would use instead               measure.py   time and peak
 work.py      a row in its process                     run.py       the processes, one row timed at a time
 fits.py      the largest that fits in a room          growth.py    how cost grows
 results.py   the file of results                      picture.py   time against memory
+promises.py  what we promise, and whether it is kept
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from . import fits, growth, results
 from .measure import GIB
 from .models import MODELS, REQUIRED, Spec
 from .picture import picture
-from .results import OUT, file_name, key, newest, read, table
-from .rows import Row, rows_of
+from .promises import PROMISES, ahead, kept
+from .results import OUT, file_name, in_full, key, newest, read, table
+from .rows import SETS, Row, rows_of
 from .run import Run, unit_of
 from .work import Place
 
 PARTS = ("step", "fits", "growth")
-SETS = ("required", "all")
 LEFT = 75  # exit code: time is over, and the same command goes on
 Say = Callable[[str], Any]
 
@@ -29,22 +30,23 @@ Say = Callable[[str], Any]
 def main(args: argparse.Namespace, say: Say = print) -> int:
     _check(args)
     place = Place(args.device, args.tiny, args.batch, args.size, args.seq)
-    names = args.model or (list(MODELS) if args.set == "all" and args.part == "step" else list(REQUIRED))
+    names = args.model or models_of(args)
     specs = [place.spec(name) for name in names]
-    run = Run(place, args.out, say, args.minutes, args.limit, args.side_by_side, args.again)
+    run = Run(place, args.out, say, args.minutes, args.limit, args.side_by_side or at_once(args.device), args.again)
     work = [(spec, chosen(spec, args)) for spec in specs]
     if not any(rows for _, rows in work):
         raise ValueError(f"bench: no row of {', '.join(names)} has {' or '.join(map(repr, args.only or [args.part]))}; --list shows them.")
     if args.list:
         say("\n\n".join(listing(run, spec, rows, args) for spec, rows in work))
         return 0
-    for spec, rows in work:
-        if args.part == "step":
-            run.steps(spec, rows)
-        for row in rows if args.part != "step" else ():
+    if args.part == "step":
+        run.steps(work)
+    for spec, rows in work if args.part != "step" else ():
+        for row in rows:
             run.alone(spec, row, args.part, asked_of(spec, row, args), {"fits": fits.told, "growth": growth.told}[args.part])
-    for spec in specs:
-        show(spec, run, args, say)
+    shown = [r for spec in specs for r in show(spec, run, args, say)]
+    if len(promised := kept(r for r in shown if in_full(r))) > 1:
+        say(f"\n{columns(promised, texts=1)}")
     if run.failed:
         say(f"{run.failed} rows failed, as said above. What failed is written too, and not tried again; --again tries it.")
     if run.left:
@@ -64,10 +66,30 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"bench: --method is for --part step; --part {args.part} has its own.")
 
 
+def at_once(device: str) -> int:
+    """How many rows may compile side by side: one a core, and on a GPU one for each 8 GiB, as all of them have their weights there."""
+    cores = os.cpu_count() or 1
+    return cores if device == "cpu" else max(2, min(cores, torch.cuda.get_device_properties(0).total_memory // (8 * GIB)))
+
+
+def models_of(args: argparse.Namespace) -> list[str]:
+    """Those that a set has rows of, and of other parts the required ones."""
+    if args.part != "step":
+        return list(REQUIRED)
+    return list(MODELS) if args.set == "all" else list(dict.fromkeys((*REQUIRED, *(p.model for p in PROMISES))))
+
+
+def set_of(spec: Spec, args: argparse.Namespace) -> str:
+    """Of models that are there for a promise alone, no more than that, unless they are asked for."""
+    if spec.name not in MODELS:
+        return "all"
+    return args.set if args.model or args.set == "all" or spec.name in REQUIRED else "promised"
+
+
 def chosen(spec: Spec, args: argparse.Namespace) -> list[Row]:
     """The rows that are asked for, and the plain ones that they are compared to."""
     if args.part == "step":
-        rows = rows_of(spec, args.set == "all" or spec.name not in MODELS, args.method or ())
+        rows = rows_of(spec, set_of(spec, args), args.method or ())
     else:
         rows = {"fits": fits, "growth": growth}[args.part].rows_of(spec)
     if not args.only:
@@ -105,8 +127,8 @@ def _outcome(line: dict[str, Any] | None) -> str:
     return f"failed: {line['failed']}" if "failed" in line else f"done {line['date']}"
 
 
-def show(spec: Spec, run: Run, args: argparse.Namespace, say: Say) -> None:
-    """The table of what is known of a model, here and at this commit, and its pictures."""
+def show(spec: Spec, run: Run, args: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
+    """The table of what is known of a model, here and at this commit, and its pictures; returned, too."""
     own = [
         r for r in read(run.out) if r["model"] == spec.name and all(r.get(k) == run.here[k] for k in ("gpu", "torch", "commit", "device"))
     ]
@@ -114,19 +136,25 @@ def show(spec: Spec, run: Run, args: argparse.Namespace, say: Say) -> None:
     if args.part == "step":
         found = [r for r in found if (r["batch"], r["size"]) == (spec.batch, spec.size)]
     if not found:
-        return
+        return []
     where = run.here["gpu"] if args.device == "cuda" else "a CPU"
     title = f"{spec.about}, batch {spec.batch}, {spec.size} {unit_of(spec)}, on {where}, torch {run.here['torch']}"
     if args.part != "step":
         say(f"\n{title}\n{columns({'fits': fits, 'growth': growth}[args.part].table(found))}")
-        return
+        return found
     say(f"\n{title}\n{table(found)}")
     for compiled, more in ((True, ""), (False, "_eager")):
         shown = [r for r in found if r["compiled"] is compiled and not r["method"].endswith(results.AGAIN)]
         if len(shown) > 1:
             path = run.out.with_name(f"{run.out.stem}_{file_name(spec.name)}{more}.png")
             picture(shown, f"{title}, {'compiled' if compiled else 'eager'}", path)
+            peers = sum(not (r["ours"] or r["note"] or r["text"] == "plain") for r in shown)
+            best = "; ".join(ahead(shown)) or "none"
+            say(
+                f"{'Compiled' if compiled else 'Eager'}, faster than plain at less memory, and not beaten by the {peers} peers here: {best}"
+            )
             say(f"Written: {path}")
+    return found
 
 
 # The command
@@ -152,7 +180,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for rows to get ready, and for one to be timed (default: %(default)s)",
     )
-    add("--side-by-side", type=int, default=8, metavar="N", help="rows that compile at once (default: %(default)s)")
+    add("--side-by-side", type=int, metavar="N", help="rows that compile at once (default: what cores and memory allow)")
     add("--again", action="store_true", help="measure what is done, too")
     add("--list", action="store_true", help="the rows, and which are done")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command out (default: %(default)s)")

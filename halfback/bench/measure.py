@@ -1,7 +1,8 @@
 """Time and peak memory of a training step: forward and backward.
 
     step_ms    median of CUDA events over steps that nobody waits for, as in training; with the 20th and 80th percentiles
-    host_ms    what the CPU needs to send a step off: where it is as large as step_ms, the GPU waits for the CPU
+    host_ms    what the CPU needs to send a step off to a GPU that has nothing else to do (a busy one lets it run ahead by some thousand
+               operations and then stops it, which says nothing of the CPU): where it is near step_ms, the GPU waits for the CPU
     peak_gib   `max_memory_allocated` during a step above what is allocated before it: weights, gradients and the batch
 
 On a CPU, which is for trying things out, times are of the clock, and there is no allocator to ask. Eager rows have the counted peak of
@@ -43,15 +44,26 @@ def measure(model: nn.Module, run: Callable[[], Any], steps: int = STEPS) -> dic
     steps = max(min(steps, FEWEST), min(steps, int(SECONDS / (time.perf_counter() - began))))
     peak = torch.cuda.max_memory_allocated() - base
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    began = time.perf_counter()
     for event in events[:-1]:  # as in training, the host runs ahead and gradients are made anew
         event.record()
         model.zero_grad(set_to_none=True)
         run()
     events[-1].record()
-    host = (time.perf_counter() - began) / steps
     torch.cuda.synchronize()
-    return {**percentiles([a.elapsed_time(b) for a, b in pairwise(events)]), "host_ms": 1000 * host, "peak_gib": peak / GIB}
+    return {**percentiles([a.elapsed_time(b) for a, b in pairwise(events)]), "host_ms": sent(model, run), "peak_gib": peak / GIB}
+
+
+def sent(model: nn.Module, run: Callable[[], Any]) -> float:
+    """Milliseconds until run() returns, the median of three."""
+    times = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        times.append(1000 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return sorted(times)[1]
 
 
 def percentiles(times: list[float]) -> dict[str, float]:

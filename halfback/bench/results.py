@@ -13,6 +13,7 @@ import torch
 
 from ..compare import surroundings
 from ..report import rows as columns
+from .models import MODELS
 from .rows import Row
 
 OUT = Path("benchmarks/results/bench.jsonl")
@@ -95,13 +96,24 @@ def finished(row: Row, figures: dict[str, Any], plain: dict[str, dict[str, Any]]
     return rounded(told)
 
 
+def in_full(row: dict[str, Any]) -> bool:
+    """It was measured in the size that promises are made for."""
+    spec = MODELS.get(row["model"])
+    return spec is not None and row["part"] == "step" and (row["batch"], row["size"]) == (spec.batch, spec.size)
+
+
+def note_of(row: dict[str, Any]) -> str:
+    waits = row["device"] == "cuda" and row["host_ms"] > 0.9 * row["step_ms"]
+    return ", ".join(filter(None, (row["note"], "the GPU waits for the CPU" if waits else "")))
+
+
 def table(results: Results) -> str:
     cells = [["method", "step ms", "host ms", "peak GiB", "time", "peak", "floor", "compiled time", "note"]]
     for r in results:
         floor = f"{r['time_floor']:.2f}" if "time_floor" in r else ""
         both = f"{r['time_ratio_compiled']:.3f}" if "time_ratio_compiled" in r else ""
         figures = [f"{r['step_ms']:.2f}", f"{r['host_ms']:.2f}", f"{r['peak_gib']:.3f}", f"{r['time_ratio']:.3f}", f"{r['peak_ratio']:.3f}"]
-        cells.append([("* " if r["ours"] else "  ") + r["method"], *figures, floor, both, r["note"]])
+        cells.append([("* " if r["ours"] else "  ") + r["method"], *figures, floor, both, note_of(r)])
     return columns(cells, texts=1)
 
 

@@ -1,11 +1,12 @@
 """The rows of the benchmark: which methods are run on which models.
 
-A line of the table: what it is called, what is applied (peers.py, or a method's text form), whose it is, on which kinds of models, in
-which modes there is such a row (c: compiled, e: eager), and in which it is required.
+A line of the table: what it is called, what is applied (peers.py, or a method's text form), on which kinds of models, in which modes there
+is such a row (c: compiled, e: eager), and in which it is required. Rows that something is promised of (promises.py) are required too.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from ..methods import parse
 from .models import Spec
 from .peers import is_peer
+from .promises import PROMISED
 
 CHANGES = "changes the forward"
 OTHER = "trains adapters, not the model"
@@ -48,6 +50,7 @@ class Line(NamedTuple):
 
 BLOCKS = "vit convnext swin resnet llama gpt2 detector patches other text"  # models that have any
 STREAMS = "vit swin llama gpt2 patches other text"  # SBP on the last 2/3
+QKV = "vit llama gpt2 patches other text"  # the same, without the keys and values of dropped tokens
 STAGES = "convnext detector"  # SBP on the paper's layers
 PAPER = "sbp(layers='paper')"
 BITS = "activation_bits=4"
@@ -81,13 +84,13 @@ OURS = (
     Line("lean", "lean", "*", "ce", "c"),
     Line("sbp keep 1", "sbp(keep=1.0)", BLOCKS, "e", "e"),
     Line("skiptokens", "skiptokens(keep=0.5)", "vit patches", "ce", "c", CHANGES),
-    Line(f"dropit 0.1, {BITS}", f"dropit(keep=0.1, {BITS})", "vit convnext swin gpt2 detector patches other text", "ce", "c"),
+    Line(f"dropit 0.1, {BITS}", f"dropit(keep=0.1, {BITS})", "vit convnext swin resnet gpt2 detector patches other text", "ce", "c"),
     Line("dropit 0.2", "dropit(keep=0.2)", "resnet", "ce", "c"),
     Line("lean + chunkedloss", "lean+chunkedloss", "llama gpt2 text", "e", "e"),
     Line("sbp + lean + chunkedloss", "sbp(keep=0.5)+lean+chunkedloss", "llama gpt2 text", "e", "e"),
-    Line("sbp qkv", "sbp(keep=0.5, attention='qkv')", "vit llama gpt2 patches other text", "ce"),
-    Line("sbp qkv, all, + recompute", "sbp(keep=0.5, layers='all', attention='qkv')+recompute", "vit llama gpt2 patches other text", "ce"),
-    Line("sbp, all, + recompute", "sbp(keep=0.5, layers='all')+recompute", STREAMS, "ce"),
+    Line("sbp qkv", "sbp(keep=0.5, attention='qkv')", QKV, "ce", "c"),
+    Line("sbp qkv, all, + recompute", "sbp(keep=0.5, layers='all', attention='qkv')+recompute", QKV, "ce", "c"),
+    Line("sbp, all, + recompute", "sbp(keep=0.5, layers='all')+recompute", STREAMS, "ce", "c"),
     Line("sbp + lean + recompute", "sbp(keep=0.5)+lean+recompute(sparing=True)", STREAMS, "ce"),
     Line("sbp keep 0.25", "sbp(keep=0.25)", STREAMS, "ce"),
     Line("lean + recompute", "lean+recompute(sparing=True)", BLOCKS, "ce"),
@@ -98,13 +101,15 @@ OURS = (
 )
 MODES = (("c", True, ""), ("e", False, ", eager"))
 EAGER = ("detector",)  # kinds that do not compile
+SETS = ("promised", "required", "all")  # each has the rows of the one before
 
 
-def rows_of(spec: Spec, every: bool = False, texts: Iterable[str] = ()) -> list[Row]:
-    """The rows of a model: the required ones, or all of them, or plain and what is asked for; plain ones first."""
+def rows_of(spec: Spec, which: str = "required", texts: Iterable[str] = ()) -> list[Row]:
+    """The rows of a model: "promised", "required" or "all", see SETS; or plain and what is asked for. Plain ones come first, then what is
+    promised, then what is required, ours before the peers."""
     lines = [(line, ours) for table, ours in ((PEERS, False), (OURS, True)) for line in table]
     fit = [(line, ours) for line, ours in lines if line.kinds == "*" or spec.kind in line.kinds.split()]
-    if asked := [_asked(text) for text in texts]:
+    if asked := [_asked(text, spec) for text in texts]:
         fit = [(line, ours) for line, ours in fit if line.text == "plain"] + asked
     found = [
         Row(line.name + more, line.text, compiled, ours, line.note, mode in line.required)
@@ -112,8 +117,12 @@ def rows_of(spec: Spec, every: bool = False, texts: Iterable[str] = ()) -> list[
         for line, ours in fit
         if mode in line.modes and not (compiled and spec.kind in EAGER) and _divides(line.text, spec.batch)
     ]
-    wanted = [r for r in found if every or asked or r.required]
-    return sorted(wanted, key=lambda r: not r.is_plain)
+
+    def promised(row: Row) -> bool:
+        return (spec.name, row.method) in PROMISED
+
+    wanted = [r for r in found if asked or r.is_plain or which == "all" or promised(r) or (which == "required" and r.required)]
+    return sorted(wanted, key=lambda r: (not r.is_plain, not promised(r), not r.required, not r.ours))
 
 
 def _divides(text: str, batch: int) -> bool:
@@ -121,10 +130,14 @@ def _divides(text: str, batch: int) -> bool:
     return name != "accumulate" or batch % int(value[0]) == 0
 
 
-def _asked(text: str) -> tuple[Line, bool]:
+def _asked(text: str, spec: Spec) -> tuple[Line, bool]:
     """A row for what a user wrote."""
     if is_peer(text):
-        known = next((line for line in PEERS if line.text == text), Line(text, text, "*", "ce"))
-        return known, False
+        known = [line for line in PEERS if line.text.split()[0] == text.split()[0]]
+        if not re.fullmatch(re.sub(r"[\d.]+", r"[\\d.]+", known[0].text), text):
+            raise ValueError(f"bench: method {text!r} is written as {known[0].text!r}.")
+        if not _divides(text, spec.batch):
+            raise ValueError(f"bench: {text!r} does not divide the batch of {spec.batch}.")
+        return next((line for line in known if line.text == text), known[0]._replace(name=text, text=text, kinds="*")), False
     methods: tuple[Any, ...] = parse(text)
     return Line(text, text, "*", "ce", "", CHANGES if any(m.changes_forward for m in methods) else ""), True

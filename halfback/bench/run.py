@@ -5,16 +5,18 @@ last. A row is written as soon as it is known, and what is written is not measur
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from . import results
 from .models import Spec
 from .results import AGAIN, append, finished, key, read, rounded
 from .rows import Row
-from .work import Place, task
+from .work import TURN, Place, task
 
 POLL = 0.05
 TAIL = 1500  # characters of a log
@@ -32,12 +34,12 @@ Say = Callable[[str], Any]
 class Child:
     """The process of a row."""
 
-    def __init__(self, folder: Path, model: str, row: Row, place: Place, threads: int, **more: Any):
-        self.row = row
-        self.stem = folder / re.sub(r"\W+", "_", row.method)  # without dots, as suffixes follow
+    def __init__(self, folder: Path, spec: Spec, row: Row, place: Place, threads: int, **more: Any):
+        self.spec, self.row = spec, row
+        self.stem = folder / re.sub(r"\W+", "_", f"{spec.name} {row.method}")  # without dots, as suffixes follow
         self.turn = 0
         file = self.stem.with_suffix(".json")
-        task(file, model, row, place, **more)
+        task(file, spec.name, row, place, **more)
         env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}
         with self.stem.with_suffix(".log").open("w") as log:
             command = [sys.executable, "-m", "halfback.bench", str(file)]
@@ -64,7 +66,8 @@ class Child:
         path = self.stem.with_suffix(".failed")
         if path.exists():
             return json.loads(path.read_text())["failed"]
-        return None if self.process.poll() is None else f"exit code {self.process.returncode}"
+        code = self.process.poll()
+        return None if code is None else f"its turn took more than {TURN} s" if code == -signal.SIGALRM else f"exit code {code}"
 
     def log(self) -> str:
         return self.stem.with_suffix(".log").read_text(errors="replace")[-TAIL:]
@@ -84,7 +87,7 @@ class Run:
     say: Say = print
     minutes: float | None = None
     limit: float = 400  # seconds for the rows that compile side by side, and for one that is timed
-    side_by_side: int = 8
+    side_by_side: int = 2
     again: bool = False
     began: float = field(default_factory=time.monotonic)
     left: int = 0
@@ -95,9 +98,17 @@ class Run:
         self.done = {} if self.again else {key(r): r for r in read(self.out)}
         self.longest = 0.0  # seconds from the start of a batch of rows to its end
 
-    def is_over(self) -> bool:
+    def is_over(self, so_far: float = 0.0) -> bool:
         """No time for one more batch of rows, as long as those before."""
-        return self.minutes is not None and time.monotonic() - self.began + self.longest > 60 * self.minutes
+        return time.monotonic() + max(self.longest, so_far) > self.ends
+
+    @property
+    def ends(self) -> float:
+        return math.inf if self.minutes is None else self.began + 60 * self.minutes
+
+    def getting_ready(self) -> float:
+        """Seconds for rows to get ready from now on; the last quarter of the time that is left is for timing those that are."""
+        return min(self.limit, 0.75 * (self.ends - time.monotonic()))
 
     def common(self, spec: Spec, row: Row, part: str = "step", **more: Any) -> dict[str, Any]:
         about = {"part": part, "model": spec.name, "about": spec.about, "method": row.method, "compiled": row.compiled}
@@ -112,83 +123,95 @@ class Run:
     def missing(self, spec: Spec, rows: Sequence[Row]) -> list[Row]:
         return [r for r in rows if key(self.common(spec, r)) not in self.done]
 
-    def fail(self, spec: Spec, child: Child, part: str = "step", **more: Any) -> None:
+    def fail(self, child: Child, part: str = "step", **more: Any) -> None:
         """Said with the end of its log, and written, so that it is not tried again; one that was only slow is."""
         self.failed += 1
-        why = child.why()
+        spec, why = child.spec, child.why()
         self.say(f"{spec.name}: {child.row.method} failed: {why or 'it took too long'}\n{child.log()}")
         if why is not None:
             row = child.row
             self.write(spec, row, {"text": row.text, "ours": row.ours, "note": row.note, "failed": why}, part, **more)
 
-    # The rows of a model
+    # Steps
 
-    def steps(self, spec: Spec, rows: Sequence[Row]) -> None:
-        missing = self.missing(spec, rows)
-        if not missing:
-            return
-        kinds = {r.plain for r in missing}
-        plains = [r for r in rows if r.is_plain and r.method in kinds]
-        others = [r for r in missing if not r.is_plain]
-        self.say(f"{spec.name}: {spec.about}, batch {spec.batch}, {spec.size} {unit_of(spec)}: {len(others)} rows and plain")
+    def steps(self, work: Sequence[tuple[Spec, Sequence[Row]]]) -> None:
+        """Of each model the rows that are missing, and plain of their kind; models share the processes that compile side by side."""
+        queue = [(spec, row) for spec, rows in work for row in self._needed(spec, rows)]
         folder = Path(tempfile.mkdtemp(prefix="halfback-bench-"))
         children: list[Child] = []
         try:
-            self._batches(spec, plains, others, folder, children)
+            self._batches(queue, folder, children)
         finally:
             for child in children:
                 child.stop()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _batches(self, spec: Spec, plains: list[Row], others: list[Row], folder: Path, children: list[Child]) -> None:
-        first = max(1, self.side_by_side - len(plains))
-        cuts = [0, *range(first, len(others), self.side_by_side), len(others)] if others else [0, 0]
-        plain: dict[str, dict[str, Any]] = {}
+    def _needed(self, spec: Spec, rows: Sequence[Row]) -> list[Row]:
+        missing = self.missing(spec, rows)
+        kinds = {r.plain for r in missing}
+        needed = [r for r in rows if r in missing or (r.is_plain and r.method in kinds)]
+        if needed:
+            self.say(f"{spec.name}: {spec.about}, batch {spec.batch}, {spec.size} {unit_of(spec)}: {len(needed)} rows, plain among them")
+        return needed
+
+    def _batches(self, queue: list[tuple[Spec, Row]], folder: Path, children: list[Child]) -> None:
+        plain: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # by model
         standing: list[Child] = []
-        for i, (start, end) in enumerate(pairwise(cuts)):
-            if self.is_over():
-                self.left += max(1, len(others) - start)
-                break
+        while queue and not self.is_over():
             began = time.monotonic()
-            batch = self._start(spec, [*(plains if i == 0 else []), *others[start:end]], folder, children)
-            for child in self._ready(spec, batch, began):
-                keeps = child.row.is_plain
-                if keeps or child.row.plain in plain:
-                    self._time(spec, child, plain)
-                else:
-                    self.say(f"{spec.name}: {child.row.method} is left out, as {child.row.plain} failed.")
-                if keeps:
+            batch, queue = queue[: self.side_by_side], queue[self.side_by_side :]
+            for child in self._ready(self._start(batch, folder, children)):
+                self._first(child, plain[child.spec.name])
+                if child.row.is_plain:
                     standing.append(child)
                 else:
                     child.stop()
-            self.longest = max(self.longest, time.monotonic() - began)
-        for child in standing:
-            if child.row.method in plain:
-                self._time(spec, child, plain, again=True)
-
-    def _start(self, spec: Spec, rows: list[Row], folder: Path, children: list[Child]) -> list[Child]:
-        threads = max(1, (os.cpu_count() or 1) // max(1, len(rows)))
-        batch = [Child(folder, spec.name, row, self.place, threads) for row in rows]
-        children += batch
-        return batch
-
-    def _ready(self, spec: Spec, batch: list[Child], began: float) -> list[Child]:
-        """Those that compiled; who hangs leaves time for the others."""
-        ready = []
-        for child in batch:
-            if child.wait(".ready", began + self.limit) is None:
-                self.fail(spec, child)
+            going_on = {spec.name for spec, _ in queue} if not self.is_over(time.monotonic() - began) else set()
+            for child in [c for c in standing if c.spec.name not in going_on]:
+                if child.row.method in plain[child.spec.name]:
+                    self._time(child, plain[child.spec.name], again=True)
                 child.stop()
-            else:
+                standing.remove(child)
+            self.longest = max(self.longest, time.monotonic() - began)
+        self.left += sum(key(self.common(spec, row)) not in self.done for spec, row in queue)
+
+    def _start(self, batch: Sequence[tuple[Spec, Row]], folder: Path, children: list[Child]) -> list[Child]:
+        threads = max(2, (os.cpu_count() or 1) // len(batch))
+        started = [Child(folder, spec, row, self.place, threads) for spec, row in batch]
+        children += started
+        return started
+
+    def _ready(self, batch: list[Child]) -> list[Child]:
+        """Those that compiled in time. Who had less than the limit, as the call ends, is left for the next."""
+        ready = []
+        began, seconds = time.monotonic(), self.getting_ready()
+        for child in batch:
+            if child.wait(".ready", began + seconds) is not None:
                 ready.append(child)
-        self.say(f"{spec.name}: {len(ready)} of {len(batch)} ready after {time.monotonic() - began:.0f} s")
+                continue
+            if child.why() is None and seconds < self.limit:
+                self.left += 1
+                self.say(f"{child.spec.name}: {child.row.method} was not ready in time and is left.")
+            else:
+                self.fail(child)
+            child.stop()
+        self.say(f"{len(ready)} of {len(batch)} rows ready after {time.monotonic() - began:.0f} s")
         return ready
 
-    def _time(self, spec: Spec, child: Child, plain: dict[str, dict[str, Any]], again: bool = False) -> None:
-        row = child.row
+    def _first(self, child: Child, plain: dict[str, dict[str, Any]]) -> None:
+        """Its time and peak, unless it is too late, or there is nothing to compare them to."""
+        if time.monotonic() > self.ends:
+            self.left += 1
+        elif child.row.is_plain or child.row.plain in plain:
+            self._time(child, plain)
+        else:
+            self.say(f"{child.spec.name}: {child.row.method} is left out, as {child.row.plain} was not measured.")
+
+    def _time(self, child: Child, plain: dict[str, dict[str, Any]], again: bool = False) -> None:
+        spec, row = child.spec, child.row
         figures = child.measured(time.monotonic() + self.limit)
         if figures is None:
-            self.fail(spec, child)
+            self.fail(child)
             return
         if row.is_plain and not again:
             plain[row.method] = figures
@@ -211,12 +234,15 @@ class Run:
             return
         began = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="halfback-bench-"))
-        child = Child(folder, spec.name, row, self.place, os.cpu_count() or 1, part=part, asked=missing)
+        child = Child(folder, spec, row, self.place, os.cpu_count() or 1, part=part, asked=missing)
         try:
             for n, a in enumerate(missing):
-                found = child.wait(f".done{n}", time.monotonic() + self.limit)
+                found = child.wait(f".done{n}", min(time.monotonic() + self.limit, self.ends))
+                if found is None and child.why() is None and time.monotonic() > self.ends:
+                    self.left += len(missing) - n
+                    break
                 if found is None:
-                    self.fail(spec, child, part, **a)
+                    self.fail(child, part, **a)
                     break
                 line = self.write(spec, row, {"text": row.text, "ours": row.ours, "note": row.note, **rounded(found)}, part, **a)
                 self.say(f"{spec.name:12} {row.method:34} {told(line)}")

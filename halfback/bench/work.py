@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from .peers import Applied, apply_peer_, is_peer
 from .rows import Row
 
 POLL = 0.05  # seconds
+TURN = 120  # seconds; who takes longer hangs, and ends, as others wait
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Turn:
 
             self.file = self.path.open("w")
             fcntl.flock(self.file, fcntl.LOCK_EX)
+            signal.alarm(TURN)
 
     def give(self) -> None:
         give_memory_back()
         if self.file is not None:
+            signal.alarm(0)
             self.file.close()
             self.file = None
 
