@@ -405,9 +405,9 @@ class Recomputed(Standin):
         named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
         if named:
             key, rest = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
-            return self.streams(kwargs[key], lambda again, *a, **kw: self.plain(*a, **{key: again}, **kw), args, rest)
+            return self.streams(kwargs[key], lambda again, *a, **kw: self.again(*a, **{key: again}, **kw), args, rest)
         if args and isinstance(args[0], Streams):
-            return self.streams(args[0], self.plain, args[1:], kwargs)
+            return self.streams(args[0], self.again, args[1:], kwargs)
         samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
         if samples > 1:
             return self.in_parts(samples, args, kwargs)
