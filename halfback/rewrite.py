@@ -100,7 +100,9 @@ class Report:
                 lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
         uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
         if self.positions and uncut and not any(m.changes_forward for m in self.methods):
-            lines.append(f"  nothing was cut, so gradients are exact and no less is held, maybe more, in {_range(uncut)}; leave them out of layers=")
+            lines.append(
+                f"  nothing was cut, so gradients are exact and no less is held, maybe more, in {_range(uncut)}; leave them out of layers="
+            )
         if self.blocks and not self.positions:
             lines.append("  positions, merges and fallbacks: known after the first training step")
         return "\n".join(lines)
@@ -351,13 +353,14 @@ def exact(model: nn.Module, recompute: bool = False) -> Iterator[None]:
         for s, on in zip(states, before, strict=True):
             s.on = on
         for standin in again:
-            if standin.module.__dict__.get("forward") is standin:  # else remove_ was here
+            standin.gone = True
+            if standin.module.__dict__.get("forward") is standin:  # else remove_ was here, or others put it into a forward of theirs
                 _take_off(standin.module)
 
 
 def follow_(model: nn.Module, done: float) -> None:
     """Keep what the methods' schedules say when this share of the training is done, in [0, 1]: call it before each step."""
-    if not 0 <= done <= 1:
+    if not isinstance(done, (int, float)) or not 0 <= done <= 1:
         raise ValueError(f"follow_(): done={done!r} must be the share of the training that is done, in [0, 1].")
     for s in _states(model):
         if s.method.schedule is not None:
@@ -373,7 +376,8 @@ def _not_recomputed(model: nn.Module) -> list[finding.Named]:
     return [
         (name, block)
         for name, block in finding.find_blocks(model)
-        if not any(isinstance(f, Recomputed) for f in _forwards(block)) and not getattr(block, "gradient_checkpointing", False)
+        if not any(isinstance(f, Recomputed) and not f.gone for f in _forwards(block))
+        and not getattr(block, "gradient_checkpointing", False)
     ]
 
 
