@@ -42,7 +42,7 @@ class State:
         self.chains = chains  # for each block: by which factors the grid shrinks between it and the last chosen one
         self.report = report
         self.step = torch.zeros((), dtype=torch.int64)
-        self.on = True
+        self.on, self.paused = True, 0  # paused: by how many `exact`
         self.set_keep(method.keep)
         self._reset()
 

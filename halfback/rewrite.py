@@ -339,19 +339,19 @@ def exact(model: nn.Module, recompute: bool = False) -> Iterator[None]:
     recompute   all blocks are recomputed meanwhile, so that what is held falls instead of rising
     """
     states = _states(model)
-    before = [s.on for s in states]
     again = [Recomputed(block, block.__dict__.get("forward"), 1, name) for name, block in _not_recomputed(model)] if recompute else []
     if recompute and not finding.find_blocks(model):
         log.warning("halfback: exact(): %s has no blocks to recompute, so exact gradients hold what they hold.", type(model).__name__)
     for s in states:
-        s.on = False
+        s.paused, s.on = s.paused + 1, False  # a count, as who asked first need not be done last
     for standin in again:
         standin.module.forward = standin
     try:
         yield
     finally:
-        for s, on in zip(states, before, strict=True):
-            s.on = on
+        for s in states:
+            s.paused -= 1
+            s.on = not s.paused
         for standin in again:
             standin.gone = True
             if standin.module.__dict__.get("forward") is standin:  # else remove_ was here, or others put it into a forward of theirs

@@ -93,6 +93,19 @@ def test_a_block_is_recomputed_no_more_where_others_wrapped_its_forward_meanwhil
         assert held(model, batch) < before
 
 
+def test_whoever_asked_first_for_exact_gradients_need_not_be_done_last():
+    model, batch = zoo.make("vit", layers=3)
+    plain = gradients(model, batch)
+    hb.apply_(model, hb.SBP(), hb.DropIT())
+    first, second = hb.exact(model, recompute=True), hb.exact(model, recompute=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert same(plain, gradients(model, batch))
+    second.__exit__(None, None, None)
+    assert not same(plain, gradients(model, batch)) and all(s.on for a in applied_to(model) for s in a.states)
+
+
 def test_a_model_without_blocks_is_exact_and_says_that_it_holds_what_it_holds(caplog, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     hb.apply_(model, hb.DropIT(0.1, exact_first=False))
