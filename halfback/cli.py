@@ -137,7 +137,7 @@ floor            the least time that the operations left of it would take
 """
 BENCH_EXAMPLES = """\
 examples:
-  halfback bench --minutes 9                                         ten minutes of the required rows; the same command goes on
+  halfback bench --minutes 9                                         nine minutes of the required rows; the same command goes on
   halfback bench --set all --model vit-l --model gpt2-medium         all rows of two models
   halfback bench --model timm:vit_small_patch16_224 --batch 128 --method "sbp(keep=0.5)+lean" --method "accumulate 2"
   halfback bench --list                                              the rows, and which are done

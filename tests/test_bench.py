@@ -256,3 +256,20 @@ def test_a_mistake_is_one_line(given, message, tmp_path, capsys):
     caught = capsys.readouterr()
     assert caught.err.startswith("halfback: ") and message in caught.err and caught.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is no method"),
+        ("accumulate", "write it as 'accumulate 2' or 'accumulate 4' or 'accumulate 8'"),
+        ("accumulate two", "write it as 'accumulate 2'"),
+        ("accumulate 0", "write it as 'accumulate 2'"),
+        ("accumulate 3", "vit-b has a batch of 8, which is not that many equal parts"),
+        ("plain 3", "write it as 'plain'"),
+        ("budget", "write it as 'budget"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_named(text, said, capsys):
+    assert main(["bench", "--device", "cpu", "--tiny", "--model", "vit-b", "--method", text, "--list"])
+    assert said in capsys.readouterr().err

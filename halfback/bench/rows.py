@@ -6,6 +6,7 @@ which modes there is such a row (c: compiled, e: eager), and in which it is requ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ def rows_of(spec: Spec, every: bool = False, texts: Iterable[str] = ()) -> list[
     """The rows of a model: the required ones, or all of them, or plain and what is asked for; plain ones first."""
     lines = [(line, ours) for table, ours in ((PEERS, False), (OURS, True)) for line in table]
     fit = [(line, ours) for line, ours in lines if line.kinds == "*" or spec.kind in line.kinds.split()]
-    if asked := [_asked(text) for text in texts]:
+    if asked := [_asked(text, spec) for text in texts]:
         fit = [(line, ours) for line, ours in fit if line.text == "plain"] + asked
     found = [
         Row(line.name + more, line.text, compiled, ours, line.note, mode in line.required)
@@ -121,10 +122,22 @@ def _divides(text: str, batch: int) -> bool:
     return name != "accumulate" or batch % int(value[0]) == 0
 
 
-def _asked(text: str) -> tuple[Line, bool]:
+def _asked(text: str, spec: Spec) -> tuple[Line, bool]:
     """A row for what a user wrote."""
     if is_peer(text):
+        _check_peer(text, spec)
         known = next((line for line in PEERS if line.text == text), Line(text, text, "*", "ce"))
         return known, False
     methods: tuple[Any, ...] = parse(text)
     return Line(text, text, "*", "ce", "", CHANGES if any(m.changes_forward for m in methods) else ""), True
+
+
+def _check_peer(text: str, spec: Spec) -> None:
+    name, *value = text.split()
+    forms = [line.text for line in PEERS if line.text.split()[0] == name]
+    takes = any(len(form.split()) > 1 for form in forms)
+    number = r"[1-9]\d*" if name == "accumulate" else r"\d*\.?\d+"
+    if len(value) != takes or not all(re.fullmatch(number, v) for v in value):
+        raise ValueError(f"bench: --method {text!r}: write it as {' or '.join(map(repr, forms))}.")
+    if not _divides(text, spec.batch):
+        raise ValueError(f"bench: --method {text!r}: {spec.name} has a batch of {spec.batch}, which is not that many equal parts.")
