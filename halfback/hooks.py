@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -197,6 +198,16 @@ def _allow(within: bool) -> bool:
     return True
 
 
+@constant
+def _know_order() -> bool:
+    """Where the left operand is no Tensor, as Streams, Dynamo exchanges both and calls the reversed method. Of matmul it knows none, and
+    called matmul itself: x @ weight became weight @ x."""
+    from torch._dynamo.variables import builtin
+
+    builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, Tensor.__rmatmul__)
+    return True
+
+
 class Around(Hook):
     """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
     of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors."""
@@ -271,6 +282,7 @@ class Enter(Hook):
         if self.idle(module):
             return None
         if torch.compiler.is_compiling():
+            _know_order()
             ROUTE.__enter__()
         if args:
             return (self.enter(args[0]), *args[1:]), kwargs
