@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -42,7 +43,7 @@ class State:
         self.chains = chains  # for each block: by which factors the grid shrinks between it and the last chosen one
         self.report = report
         self.step = torch.zeros((), dtype=torch.int64)
-        self.on = True
+        self.on, self.paused = True, 0  # paused: by how many `exact`
         self.set_keep(method.keep)
         self._reset()
 
@@ -197,6 +198,16 @@ def _allow(within: bool) -> bool:
     return True
 
 
+@constant
+def _know_order() -> bool:
+    """Where the left operand is no Tensor, as Streams, Dynamo exchanges both and calls the reversed method. Of matmul it knows none, and
+    called matmul itself: x @ weight became weight @ x."""
+    from torch._dynamo.variables import builtin
+
+    builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, Tensor.__rmatmul__)
+    return True
+
+
 class Around(Hook):
     """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
     of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors."""
@@ -271,6 +282,7 @@ class Enter(Hook):
         if self.idle(module):
             return None
         if torch.compiler.is_compiling():
+            _know_order()
             ROUTE.__enter__()
         if args:
             return (self.enter(args[0]), *args[1:]), kwargs
@@ -405,9 +417,9 @@ class Recomputed(Standin):
         named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
         if named:
             key, rest = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
-            return self.streams(kwargs[key], lambda again, *a, **kw: self.plain(*a, **{key: again}, **kw), args, rest)
+            return self.streams(kwargs[key], lambda again, *a, **kw: self.again(*a, **{key: again}, **kw), args, rest)
         if args and isinstance(args[0], Streams):
-            return self.streams(args[0], self.plain, args[1:], kwargs)
+            return self.streams(args[0], self.again, args[1:], kwargs)
         samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
         if samples > 1:
             return self.in_parts(samples, args, kwargs)

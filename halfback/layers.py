@@ -266,9 +266,16 @@ def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     use, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
     if len(own) == 2 and x.is_cuda and out.dtype == x.dtype:
         ledger.made(out, Recipe(kernels.normalise_channels, (use, *map(Constant, own), weight, bias, None, False), {}))
-    elif not x.is_cuda:  # bit by bit what it was; the statistics are found again and nowhere noted
-        ledger.made(out, Recipe(func, (use, None, None, weight, bias, True, 0.0, given["eps"]), {}, autocast_state(x.device)))
+    elif not x.is_cuda:
+        noted = None if given["running_mean"] is None else given["running_mean"].dtype
+        ledger.made(out, Recipe(_normalised, (use, noted, weight, bias, given["eps"]), {}, autocast_state(x.device)))
     return out
+
+
+def _normalised(x: Tensor, noted: torch.dtype | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """What a batch norm made of x, bit by bit. Its statistics are found again, in the type in which they were noted, and noted nowhere."""
+    nowhere = None if noted is None else x.new_zeros(x.shape[1], dtype=noted)
+    return F.batch_norm(x, nowhere, nowhere, weight, bias, True, 0.0, eps)
 
 
 def _all_given(names: tuple, args: tuple, kwargs: dict) -> dict:

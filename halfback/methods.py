@@ -64,8 +64,16 @@ def _one_of(method: str, field: str, found: Any, allowed: Sequence[str]) -> None
         raise ValueError(f"{method}(): {field}={found!r} is none of {', '.join(allowed)}.")
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _is_keep(x: Any) -> bool:
+    return _is_number(x) and 0 < x <= 1
+
+
 def _check_keep(method: str, keep: Any, of: str = "positions") -> None:
-    if not isinstance(keep, (int, float)) or isinstance(keep, bool) or not 0 < keep <= 1:
+    if not _is_keep(keep):
         raise ValueError(f"{method}(): keep={keep!r} must be a number in (0, 1]: the share of {of} that stays (0.5 is half).")
 
 
@@ -75,18 +83,19 @@ def _check_schedule(method: Any) -> None:
         return
     name, given = type(method).__name__, method.schedule
     try:
-        points = tuple((float(share), keep) for share, keep in given)
+        points = tuple((share, keep) for share, keep in given)
     except (TypeError, ValueError):
         points = ()
     shares = [share for share, _ in points]
-    if not points or shares != sorted(shares) or not 0 <= shares[0] <= shares[-1] <= 1:
+    if not points or not all(_is_number(share) and 0 <= share <= 1 for share in shares) or shares != sorted(shares):
         raise ValueError(
             f"{name}(): schedule={given!r} must be pairs of a share of the training, in [0, 1] and ascending, and what is kept from there "
             "on, as ((0, 1.0), (0.5, 0.25))."
         )
     for _, keep in points:
-        _check_keep(name, keep)
-    object.__setattr__(method, "schedule", tuple((share, float(keep)) for share, keep in points))
+        if not _is_keep(keep):
+            raise ValueError(f"{name}(): schedule={given!r}: keep={keep!r} must be a number in (0, 1].")
+    object.__setattr__(method, "schedule", tuple((float(share), float(keep)) for share, keep in points))
 
 
 def _check_places(method: str, grid: Any, always: Any) -> None:
@@ -304,6 +313,9 @@ def _parse_one(node: ast.expr, text: str, form: str) -> Any:
         raise ValueError(f"{text!r}: name every argument, {form}.")
     try:
         given = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+    except ValueError as e:
+        raise ValueError(f"{text!r}: values are numbers, 'text' in quotes, or tuples of these, {form}.") from e
+    try:
         return METHODS[name](**given)
     except TypeError as e:
         known = ", ".join(f.name for f in dataclasses.fields(METHODS[name]))

@@ -339,27 +339,28 @@ def exact(model: nn.Module, recompute: bool = False) -> Iterator[None]:
     recompute   all blocks are recomputed meanwhile, so that what is held falls instead of rising
     """
     states = _states(model)
-    before = [s.on for s in states]
     again = [Recomputed(block, block.__dict__.get("forward"), 1, name) for name, block in _not_recomputed(model)] if recompute else []
     if recompute and not finding.find_blocks(model):
         log.warning("halfback: exact(): %s has no blocks to recompute, so exact gradients hold what they hold.", type(model).__name__)
     for s in states:
-        s.on = False
+        s.paused, s.on = s.paused + 1, False  # a count, as who asked first need not be done last
     for standin in again:
         standin.module.forward = standin
     try:
         yield
     finally:
-        for s, on in zip(states, before, strict=True):
-            s.on = on
+        for s in states:
+            s.paused -= 1
+            s.on = not s.paused
         for standin in again:
-            if standin.module.__dict__.get("forward") is standin:  # else remove_ was here
+            standin.gone = True
+            if standin.module.__dict__.get("forward") is standin:  # else remove_ was here, or others put it into a forward of theirs
                 _take_off(standin.module)
 
 
 def follow_(model: nn.Module, done: float) -> None:
     """Keep what the methods' schedules say when this share of the training is done, in [0, 1]: call it before each step."""
-    if not 0 <= done <= 1:
+    if not isinstance(done, (int, float)) or not 0 <= done <= 1:
         raise ValueError(f"follow_(): done={done!r} must be the share of the training that is done, in [0, 1].")
     for s in _states(model):
         if s.method.schedule is not None:
@@ -375,7 +376,8 @@ def _not_recomputed(model: nn.Module) -> list[finding.Named]:
     return [
         (name, block)
         for name, block in finding.find_blocks(model)
-        if not any(isinstance(f, Recomputed) for f in _forwards(block)) and not getattr(block, "gradient_checkpointing", False)
+        if not any(isinstance(f, Recomputed) and not f.gone for f in _forwards(block))
+        and not getattr(block, "gradient_checkpointing", False)
     ]
 
 

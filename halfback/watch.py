@@ -101,7 +101,7 @@ class Watch:
         self._model = weakref.ref(model)
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
-        self.on = True
+        self.on, self.paused = True, 0  # paused: by how many `exact`
         self.set_keep(getattr(method, "keep", 1.0))
         self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0

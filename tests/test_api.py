@@ -41,6 +41,7 @@ def test_text_composes():
         ("sbp(keep=0.5", "is no method"),
         ("spb(keep=0.5)", "none of the methods sbp, skiptokens, recompute"),
         ("sbp(0.5)", "name every argument"),
+        ("sbp(sampler=grid)", "'text' in quotes"),
         ("sbp(ratio=0.5)", "sbp takes keep, layers"),
         ("sbp(keep=2)", r"must be a number in \(0, 1\]"),
     ],

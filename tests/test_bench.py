@@ -300,8 +300,6 @@ def test_the_picture_has_peers_and_ours_and_floors(tmp_path):
     [
         (["--model", "vit-z", "--device", "cpu"], "model 'vit-z' is unknown. Models: vit-b, "),
         (["--method", "sbp(kep=1)", "--device", "cpu", "--tiny"], "sbp takes keep"),
-        (["--method", "accumulate", "--device", "cpu"], "'accumulate' is written as 'accumulate 2'"),
-        (["--method", "accumulate 3", "--device", "cpu"], "'accumulate 3' does not divide the batch of 256"),
         (["--method", "lora", "--part", "fits", "--device", "cpu"], "--method is for --part step"),
         (["--only", "nothing", "--device", "cpu"], "no row of vit-b, convnext-t, llama-1b, vit-l, resnet-50, mask-rcnn has 'nothing'"),
         (["--minutes", "0", "--device", "cpu"], "--minutes 0.0 must be above 0"),
@@ -314,3 +312,20 @@ def test_a_mistake_is_one_line(given, message, tmp_path, capsys):
     caught = capsys.readouterr()
     assert caught.err.startswith("halfback: ") and message in caught.err and caught.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is no method"),
+        ("accumulate", "write it as 'accumulate 2' or 'accumulate 4' or 'accumulate 8'"),
+        ("accumulate two", "write it as 'accumulate 2'"),
+        ("accumulate 0", "write it as 'accumulate 2'"),
+        ("accumulate 3", "vit-b has a batch of 8, which is not that many equal parts"),
+        ("plain 3", "write it as 'plain'"),
+        ("budget", "write it as 'budget"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_named(text, said, capsys):
+    assert main(["bench", "--device", "cpu", "--tiny", "--model", "vit-b", "--method", text, "--list"])
+    assert said in capsys.readouterr().err

@@ -150,3 +150,20 @@ def test_images_of_other_sizes_compile_no_more_often_than_the_plain_model():
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1] <= graphs[0]
     assert model._halfback.states[0].step == 5
+
+
+class Multiplied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer, self.weight = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x)) @ self.weight
+
+
+def test_operands_keep_their_order_when_compiled():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Multiplied(), Multiplied()).double().train(), torch.randn(2, 8, 8, dtype=torch.float64)
+    plain = model(x)
+    hb.apply_(model, hb.SBP(layers="all"))
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), plain)

@@ -463,18 +463,33 @@ def test_what_had_no_samples_in_the_first_step_has_none_when_it_is_as_long_as_th
         assert furthest(gradients(model, model(x, p).square().sum()), want) < 1e-10
 
 
-@pytest.mark.parametrize("text", ["recompute", "lean+recompute", "lean+recompute(sparing=True)"])
-def test_statistics_of_recomputed_blocks_are_updated_once(text):
+def resnet():
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
-    model, x = resnet18(num_classes=4).train(), torch.randn(2, 3, 32, 32)
+    return resnet18(num_classes=4).train(), torch.randn(2, 3, 32, 32)
+
+
+@pytest.mark.parametrize("text", ["recompute", "lean+recompute", "lean+recompute(sparing=True)"])
+def test_statistics_of_recomputed_blocks_are_updated_once(text):
+    model, x = resnet()
     other = copy.deepcopy(model)
     hb.apply_(other, *hb.parse(text))
     for m in (model, other):
         m(x).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
     assert furthest({k: p.grad for k, p in other.named_parameters()}, {k: p.grad for k, p in model.named_parameters()}) < 1e-5
+
+
+@pytest.mark.parametrize("also", ["", "+lean"])
+def test_statistics_of_recomputed_streams_are_updated_once(also):
+    model, x = resnet()
+    model, x = model.double(), x.double()
+    other = copy.deepcopy(model)
+    hb.apply_(other, *hb.parse(f"sbp(keep=0.5)+recompute{also}"))
+    for m in (model, other):
+        m(x).sum().backward()
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(model.buffers(), other.buffers(), strict=True))
 
 
 def test_an_optimizer_in_the_backward_takes_no_step_in_a_profile_or_a_plan():

@@ -301,7 +301,23 @@ def test_autocast_changes_no_bit_more(name, dtype):
     assert worst(found[1][1], found[0][1]) == 0
 
 
-def test_under_autocast_a_batch_norms_output_is_computed_again_too():
+@pytest.mark.parametrize("settings", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_under_autocast_a_batch_norms_output_is_bit_by_bit_what_it_was(settings):
+    torch.manual_seed(0)
+    parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, **settings), nn.GELU()) for _ in range(2)]
+    model, x = nn.Sequential(*parts[0], *parts[1], nn.Conv2d(8, 8, 1)).train(), torch.randn(8, 8, 8, 8)
+    plain = copy.deepcopy(model)
+    hb.apply_(model, hb.Lean())
+    found = []
+    for m in (plain, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = m(x).float().square().sum()
+        loss.backward()
+        found.append([p.grad for p in m.parameters()] + list(m.buffers()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_under_autocast_a_batch_norms_output_is_computed_is_computed_again_too():
     model, (x,) = resnet(16)
     copies = sum(p.numel() * 2 for p in model.parameters() if p.ndim > 1)  # of the weights, which autocast makes
     held = []

@@ -287,9 +287,9 @@ def test_the_last_tenth_of_a_single_text_is_the_test_part(tmp_path):
 
 
 def tokens(folder, rows=5, **changed):
-    for name in ("train", "test"):
-        arrays = {"tokens": np.arange(rows * 4).reshape(rows, 4), **(changed if name == "test" else {}), **changed.get("both", {})}
-        np.savez(folder / name, **{k: v for k, v in arrays.items() if k != "both"})
+    both, train = changed.pop("both", {}), changed.pop("train", {})
+    for name, own in (("train", train), ("test", changed)):
+        np.savez(folder / name, **{"tokens": np.arange(rows * 4).reshape(rows, 4), **own, **both})
     return load_set("tokens", root=folder)
 
 
@@ -314,6 +314,14 @@ def test_of_tokens_without_labels_the_next_one_is_learned(tmp_path):
         ({"both": {"labels": np.arange(4)}}, r"labels has shape \(4,\)"),
         ({}, "without labels, vocabulary is the number of words, here above 19; it is 0"),
         ({"both": {"vocabulary": np.array(19)}}, "here above 19; it is 19"),
+        ({"both": {"vocabulary": np.array([30.5])}}, "here above 19; it is 0"),
+        ({"both": {"tokens": np.full((5, 4), 2**32)}}, r"tokens are 4294967296 to 4294967296; wanted integers from 0 on, of 32 bits"),
+        ({"both": {"tokens": np.full((5, 4), -1)}}, r"tokens are -1 to -1; wanted integers from 0 on"),
+        (
+            {"vocabulary": np.array(20), "tokens": np.zeros((5, 7), int), "train": {"vocabulary": np.array(20)}},
+            r"training samples are \(4,\), test samples \(7,\)",
+        ),
+        ({"vocabulary": np.array(25), "train": {"vocabulary": np.array(20)}}, "vocabulary is 20 in train.npz and 25 in test.npz"),
         ({"labels": np.arange(5), "both": {"vocabulary": np.array(20)}}, "one of train.npz and test.npz has labels"),
     ],
 )

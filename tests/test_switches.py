@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ import halfback as hb
 from halfback.methods import from_json
 from halfback.untouched import applied_to
 
+NAN = ((0, 1.0), (float("nan"), 0.5), (1, 0.25))  # which stands between the others in any order
 DOWN = ((0, 1.0), (0.5, 0.25))
 METHODS = (
     "sbp(keep=0.5)",
@@ -79,6 +81,31 @@ def test_methods_may_be_removed_while_gradients_are_exact():
     assert not any("forward" in vars(m) for m in model.modules()) and held(model, batch) == most
 
 
+def test_a_block_is_recomputed_no_more_where_others_wrapped_its_forward_meanwhile():
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP())
+    before = held(model, batch)
+    with hb.exact(model, recompute=True):
+        for layer in model.vit.layers:
+            layer.forward = functools.partial(layer.forward)
+    assert held(model, batch) == before
+    with hb.exact(model, recompute=True):
+        assert held(model, batch) < before
+
+
+def test_whoever_asked_first_for_exact_gradients_need_not_be_done_last():
+    model, batch = zoo.make("vit", layers=3)
+    plain = gradients(model, batch)
+    hb.apply_(model, hb.SBP(), hb.DropIT())
+    first, second = hb.exact(model, recompute=True), hb.exact(model, recompute=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert same(plain, gradients(model, batch))
+    second.__exit__(None, None, None)
+    assert not same(plain, gradients(model, batch)) and all(s.on for a in applied_to(model) for s in a.states)
+
+
 def test_a_model_without_blocks_is_exact_and_says_that_it_holds_what_it_holds(caplog, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     hb.apply_(model, hb.DropIT(0.1, exact_first=False))
@@ -131,13 +158,16 @@ def test_without_a_schedule_there_is_nothing_to_follow():
     before = [s.ratios for a in applied_to(model) for s in a.states if hasattr(s, "ratios")]
     hb.follow_(model, 0.5)
     assert before == [s.ratios for a in applied_to(model) for s in a.states if hasattr(s, "ratios")] == [[0.5]]
-    with pytest.raises(ValueError, match=r"done=1.5 must be the share"):
-        hb.follow_(model, 1.5)
+    for wrong in (1.5, float("nan"), "half"):
+        with pytest.raises(ValueError, match=rf"done={wrong!r} must be the share"):
+            hb.follow_(model, wrong)
 
 
-@pytest.mark.parametrize("wrong", [(), 0.5, ((0, 0.5), (2, 1.0)), ((0.5, 0.5), (0, 1.0)), ((0, 0.0),), ((0, 0.5, 1),), "linear"])
+@pytest.mark.parametrize(
+    "wrong", [(), 0.5, ((0, 0.5), (2, 1.0)), ((0.5, 0.5), (0, 1.0)), ((0, 0.0),), ((0, 0.5, 1),), "linear", NAN, (("0", 0.5),)]
+)
 def test_a_schedule_that_is_none_says_what_one_is(wrong):
-    with pytest.raises(ValueError, match=r"SBP\(\): (schedule|keep)=.* must be"):
+    with pytest.raises(ValueError, match=r"SBP\(\): schedule=.* must be"):
         hb.SBP(schedule=wrong)
     with pytest.raises(ValueError, match="means nothing"):
         hb.DropIT(bits=4, schedule=DOWN)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..extras import install
 from ..report import rows as columns
 from . import fits, growth, results
 from .measure import GIB
@@ -61,7 +62,7 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and not value > 0:
             raise ValueError(f"bench: {name} {value} must be above 0.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("bench needs matplotlib: pip install halfback[train].")
+        raise ValueError(f"bench needs matplotlib: {install('matplotlib')}.")
     if args.method and args.part != "step":
         raise ValueError(f"bench: --method is for --part step; --part {args.part} has its own.")
 
@@ -162,15 +163,30 @@ def show(spec: Spec, run: Run, args: argparse.Namespace, say: Say) -> list[dict[
 
 def add_arguments(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("--model", action="append", metavar="MODEL", help=f"{', '.join(MODELS)}, or your own, see below (default: {', '.join(REQUIRED)})")
-    add("--part", choices=PARTS, default="step", help="step: time and peak; fits: the largest that fits; growth: how cost grows")
+    add(
+        "--model",
+        action="append",
+        metavar="MODEL",
+        help=f"{', '.join(MODELS)}, or your own, see below; may be given again (default: {', '.join(REQUIRED)})",
+    )
+    add(
+        "--part",
+        choices=PARTS,
+        default="step",
+        help="step: time and peak; fits: the largest that fits; growth: how cost grows (default: %(default)s)",
+    )
     add("--set", choices=SETS, default="required", help="which rows, and models if none is given (default: %(default)s)")
     add("--only", action="append", metavar="TEXT", help="rows whose name contains this; plain is measured beside them")
-    add("--method", action="append", metavar="METHOD", help='these instead, as "sbp(keep=0.25)+lean"; see below')
+    add(
+        "--method",
+        action="append",
+        metavar="METHOD",
+        help='this instead, as "sbp(keep=0.25)+lean", see below, or "accumulate 4", see --list; may be given again',
+    )
     add("--batch", type=int, metavar="N", help="samples of a batch (default: the model's own)")
     add("--size", type=int, metavar="N", help="pixels a side of an image (default: the model's own)")
     add("--seq", type=int, metavar="N", help="tokens of a text (default: the model's own)")
-    add("--rooms", type=float, nargs="+", metavar="GIB", help="of --part fits (default: 16 24 40 80)")
+    add("--rooms", type=float, nargs="+", metavar="GIB", help="of --part fits: memory to fit in, in GiB (default: 16 24 40 80)")
     add("--out", type=Path, default=OUT, metavar="FILE", help="where rows are added, and pictures written beside (default: %(default)s)")
     add("--minutes", type=float, metavar="M", help="start no rows that would take longer; the same command goes on")
     add(

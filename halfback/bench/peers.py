@@ -204,7 +204,7 @@ PEERS: dict[str, Callable[[nn.Module, float, Spec, str], Applied]] = {
 
 
 def is_peer(text: str) -> bool:
-    return text.split()[0] in PEERS
+    return text.partition(" ")[0] in PEERS
 
 
 def apply_peer_(model: nn.Module, text: str, spec: Spec, device: str) -> Applied:

@@ -133,11 +133,19 @@ def _divides(text: str, batch: int) -> bool:
 def _asked(text: str, spec: Spec) -> tuple[Line, bool]:
     """A row for what a user wrote."""
     if is_peer(text):
+        _check_peer(text, spec)
         known = [line for line in PEERS if line.text.split()[0] == text.split()[0]]
-        if not re.fullmatch(re.sub(r"[\d.]+", r"[\\d.]+", known[0].text), text):
-            raise ValueError(f"bench: method {text!r} is written as {known[0].text!r}.")
-        if not _divides(text, spec.batch):
-            raise ValueError(f"bench: {text!r} does not divide the batch of {spec.batch}.")
         return next((line for line in known if line.text == text), known[0]._replace(name=text, text=text, kinds="*")), False
     methods: tuple[Any, ...] = parse(text)
     return Line(text, text, "*", "ce", "", CHANGES if any(m.changes_forward for m in methods) else ""), True
+
+
+def _check_peer(text: str, spec: Spec) -> None:
+    name, *value = text.split()
+    forms = [line.text for line in PEERS if line.text.split()[0] == name]
+    takes = any(len(form.split()) > 1 for form in forms)
+    number = r"[1-9]\d*" if name == "accumulate" else r"\d*\.?\d+"
+    if len(value) != takes or not all(re.fullmatch(number, v) for v in value):
+        raise ValueError(f"bench: --method {text!r}: write it as {' or '.join(map(repr, forms))}.")
+    if not _divides(text, spec.batch):
+        raise ValueError(f"bench: --method {text!r}: {spec.name} has a batch of {spec.batch}, which is not that many equal parts.")

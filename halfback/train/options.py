@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from .settings import DECAYS, DTYPES, OPTIMIZERS, PARALLEL, SCHEDULES, Settings, Shared, read_json
+from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings, Shared, read_json
 
 ABOUT = """\
 Trains a model with any method, on your data. It can be stopped at any moment, even killed: --resume goes on from the last checkpoint to
@@ -35,6 +35,8 @@ examples:
   halfback train                                                                     a small ViT on digits, a minute
   halfback train --model resnet18 --data cifar100 --epochs 30 --crop 4 --flip --device cuda --dtype bf16
   halfback train --model vit-s4 --data cifar100 --method "sbp(keep=0.5)+lean" --optimizer adamw --lr 1e-3 --weight-decay 0.05
+  halfback train --method "sbp(keep=0.5, schedule=((0, 1.0), (0.3, 0.5)))" --exact-tail 0.1
+                                       all positions at first, half of them from three tenths of the training on, exact in its last tenth
   halfback train --model timm:convnext_tiny --data folder --root imagenet --size 224 --budget 16GiB --device cuda --dtype bf16
   halfback train --out out/train --resume                                            go on
   torchrun --nproc-per-node 4 -m -- halfback train ...                               share each batch among four GPUs
@@ -48,8 +50,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "method": 'as "sbp(keep=0.5)+recompute", or a JSON list of methods',
         "budget": "memory instead of a method: 10GiB in all on the device, or 0.4 of the peak of plain training",
         "size": "pixels a side, of a folder's images (default: 224)",
-        "seq": "tokens of a text (default: 256)",
-        "seed": "of weights, data order and noise",
+        "seq": "tokens of a window of --data text (default: 256)",
+        "seed": "of weights, data order and noise (default: 0)",
         "validation": "test on so many samples of the training set, and leave the test set alone: for choosing settings",
     },
     "how": {
@@ -63,12 +65,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "betas": "of adamw",
         "weight_decay": "of what --decay says (default: 0.05 for adamw, 0.0005 for sgd)",
         "decay": f"{' or '.join(DECAYS)}: what weight decay is for (default: all for sgd, matrices for adamw)",
-        "schedule": f"{', '.join(SCHEDULES)}: how the rate falls",
-        "milestones": "of step: the shares of the training after which it falls",
-        "fall": "of step: to this much of it, each time",
-        "warmup": "epochs in which the rate rises to it",
+        "schedule": f"{', '.join(SCHEDULES)}: how the learning rate falls; of keep, see the examples",
+        "milestones": "of --schedule step: the shares of the training after which the rate falls",
+        "fall": "of --schedule step: what the rate is multiplied by, each time",
+        "warmup": "epochs in which the rate rises to --lr (default: 0)",
         "clip": "the most that the gradient's norm may be",
-        "exact_tail": "the last share of the steps with exact gradients, and all blocks recomputed so that no more is held",
+        "exact_tail": "0.1: the last tenth of the steps with exact gradients, all blocks recomputed so that no more is held (default: 0)",
     },
     "regularisation": {
         "crop": "pixels of padding that a random crop is taken from",
@@ -85,7 +87,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "where": {
         "device": "cpu or cuda",
         "dtype": f"{', '.join(DTYPES)}: of activations; weights are fp32",
-        "parallel": f"{' or '.join(PARALLEL)}: with torchrun, each process has all weights, or a part of each, as its optimizer's state",
+        "parallel": "with torchrun. ddp: each process has all weights; fsdp: a part of each, and of the optimizer's state",
         "compile": "with torch.compile",
         "channels_last": "images and clips, and the weights of convolutions, with their channels last in memory",
     },
@@ -107,7 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _add(group, fields.pop(name), text)
     assert not fields, f"options without help: {', '.join(fields)}"
     group = parser.add_argument_group("files")
-    group.add_argument("--out", type=Path, default=Path("out/train"), metavar="DIR", help="(default: %(default)s)")
+    group.add_argument(
+        "--out", type=Path, default=Path("out/train"), metavar="DIR", help="the folder of this training (default: %(default)s)"
+    )
     group.add_argument("--resume", action="store_true", help="go on where --out stands, with its settings; with nothing there, begin")
     group.add_argument("--settings", type=Path, metavar="FILE", help="settings as JSON; options that are given override them")
 

@@ -387,24 +387,31 @@ def _video(root: Path) -> _Read:
 
 
 def _made_tokens(root: Path) -> _Read:
-    parts, words = [], 0
+    parts, words = [], []
     for path in (root / "train.npz", root / "test.npz"):
         found = _npz(path, ("tokens",), ("labels", "vocabulary"))
         tokens = found["tokens"]
-        if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or tokens.shape[0] < 1 or tokens.shape[1] < 2 or tokens.min() < 0:
-            raise ValueError(f"data '{path}': tokens has shape {tokens.shape} and type {tokens.dtype}; wanted (N, L) integers from 0 on.")
+        if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+            raise ValueError(f"data '{path}': tokens has shape {tokens.shape} and type {tokens.dtype}; wanted (N, L) integers.")
+        if tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max:
+            raise ValueError(f"data '{path}': tokens are {tokens.min()} to {tokens.max()}; wanted integers from 0 on, of 32 bits.")
         if "labels" in found:
             parts.append(_labelled(tokens.astype(np.int32), path, "labels", found))
             continue
-        words = int(found["vocabulary"]) if found.get("vocabulary", np.zeros(2)).size == 1 else 0
-        if words <= tokens.max():
-            raise ValueError(f"data '{path}': without labels, vocabulary is the number of words, here above {tokens.max()}; it is {words}.")
+        told = found.get("vocabulary", np.zeros(()))
+        words.append(told.item() if told.size == 1 and told.dtype.kind in "iu" else 0)
+        if words[-1] <= tokens.max():
+            raise ValueError(
+                f"data '{path}': without labels, vocabulary is the number of words, here above {tokens.max()}; it is {words[-1]}."
+            )
         parts.append(Part(torch.from_numpy(tokens.astype(np.int32)), None))
     train, test = parts
-    if (train.labels is None) != (test.labels is None):
+    if len(words) == 1:
         raise ValueError(f"data '{root}': one of train.npz and test.npz has labels. Give both labels, or none.")
-    classes = _classes(root, train, test) if train.labels is not None else words
-    return _Read("text", train, test, classes)
+    if len(set(words)) > 1:
+        raise ValueError(f"data '{root}': vocabulary is {words[0]} in train.npz and {words[1]} in test.npz. Give both the same.")
+    _check_alike(root, train, test)
+    return _Read("text", train, test, words[0] if words else _classes(root, train, test))
 
 
 def _npz(path: Path, keys: tuple[str, ...], further: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
@@ -448,11 +455,15 @@ def _labelled(x: np.ndarray, path: Path, key: str, found: dict[str, np.ndarray])
 
 def _classes(path: Path, train: Part, test: Part) -> int:
     """The number of classes of two parts, which fit each other."""
+    _check_alike(path, train, test)
+    return 1 + max(int(part.labels.max()) for part in (train, test) if part.labels is not None)
+
+
+def _check_alike(path: Path, train: Part, test: Part) -> None:
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise ValueError(
             f"data '{path}': training samples are {tuple(train.inputs.shape[1:])}, test samples {tuple(test.inputs.shape[1:])}."
         )
-    return 1 + max(int(part.labels.max()) for part in (train, test) if part.labels is not None)
 
 
 # Folders of images
