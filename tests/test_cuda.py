@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 import zoo
+from torch import nn
 
 import halfback as hb
 from halfback.attention import kept_attention
@@ -78,6 +80,7 @@ def check() -> None:
             found = against_cpu(name, text)
             print(f"{name:21} {text:38} against the CPU {'other layers' if found is None else f'{found:.1e}'}", flush=True)
             assert found is None or found < 1e-3
+    batch_norms()
     for store in (Elements(0.3, "random"), Elements(0.3, "random", None), Channels(0.4, "random"), Rows(0.4, "random")):
         print(store, "drawn as on the CPU", flush=True)
         assert drawn_alike(store)
@@ -115,6 +118,42 @@ def check_kept_attention() -> None:
             forward = (out1.double() - a.index_select(2, keep)).abs().max().item()
             print(f"kept attention {kernel} {dtype} causal={causal}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
             assert worst < allowed and parts[1].grad is None and parts[3].grad is None
+
+
+def batch_norms() -> None:
+    """Lean computes a batch norm's output again from what cuDNN's or torch's own kernel saved of it, under autocast too."""
+    kinds = {"plain": {}, "no weight": {"affine": False}, "no statistics": {"track_running_stats": False}}
+    dtypes = {"fp32": 2e-5, "fp64": 1e-12, "autocast bf16": 0.03, "autocast fp16": 0.03, "bf16": 0.03}
+    for (kind, options), (dtype, allowed), last, cudnn in itertools.product(kinds.items(), dtypes.items(), (False, True), (True, False)):
+        with torch.backends.cudnn.flags(enabled=cudnn, deterministic=True, allow_tf32=False):
+            found, held = lean_after_batch_norms(options, dtype, last)
+        print(f"batch norm, {kind}, {dtype}, {last=}, {cudnn=}: gradient {found:.1e}, held {held:.2f}", flush=True)
+        assert found <= allowed and held < 0.8
+
+
+def lean_after_batch_norms(options: dict, dtype: str, last: bool) -> tuple[float, float]:
+    """The largest difference of a gradient, relative to the largest gradient, and the share of what is held."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(3) for m in (nn.LazyConv2d(32, 3, padding=1), nn.BatchNorm2d(32, **options), nn.ReLU(inplace=True))]
+    plain, x = nn.Sequential(*layers, nn.LazyConv2d(4, 1)).cuda(), torch.randn(16, 3, 16, 16, device="cuda")
+    plain(x)
+    own = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(dtype, torch.float32)
+    layout = torch.channels_last if last else torch.contiguous_format
+    plain, x = plain.to(dtype=own, memory_format=layout), x.to(own).contiguous(memory_format=layout)
+    lean, grads, held = copy.deepcopy(plain), [], []
+    hb.apply_(lean, hb.Lean())
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16 if "fp16" in dtype else torch.bfloat16, enabled="autocast" in dtype):
+            return m(x).double().square().mean()
+
+    for m in (plain, lean):
+        held.append(hb.held(m, lambda m=m: loss(m)))
+        m.zero_grad()
+        loss(m).backward()
+        grads.append([p.grad.double() for p in m.parameters()])
+    scale = max(g.abs().max() for g in grads[0])
+    return max(((a - b).abs().max() / scale).item() for a, b in zip(*grads, strict=True)), held[1] / held[0]
 
 
 def drawn_alike(store) -> bool:
