@@ -1122,7 +1122,7 @@ def test_every_setting_is_an_option_with_help(capsys):
     said = capsys.readouterr().out
     for name in Settings().to_json():
         assert f"--{name.replace('_', '-')}" in said
-    assert "(default: 128)" in said and "(default: True)" not in said and "None" not in said and "(0.3" not in said
+    assert "(default: 128)" in said and "(default: True)" not in said and "None" not in said and "(0.3, 0.6" not in said
 
 
 def test_budgets():
