@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import halfback as hb
-from halfback.bench import fits, growth
+from halfback.bench import command, fits, growth
 from halfback.bench.measure import counted_peak, floor, shares
 from halfback.bench.models import MODELS
 from halfback.bench.peers import Coder, lora_
@@ -329,3 +331,13 @@ def test_a_mistake_is_one_line(given, message, tmp_path, capsys):
 def test_what_is_asked_for_wrongly_is_named(text, said, capsys):
     assert main(["bench", "--device", "cpu", "--tiny", "--model", "vit-b", "--method", text, "--list"])
     assert said in capsys.readouterr().err
+
+
+def test_a_room_larger_than_the_gpu_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=24 * 2**30))
+    args = argparse.Namespace(part="fits", device="cuda", rooms=None)
+    spec = PLACE.spec("vit-b")
+    assert {a["room_gib"] for a in command.asked_of(spec, Row("", "plain", False), args)} == {16.0, 24.0}
+    args.rooms = [16.0, 40.0]
+    with pytest.raises(ValueError, match=r"--rooms 40: this GPU has 24.0 GiB"):
+        command.asked_of(spec, Row("", "plain", False), args)

@@ -104,11 +104,12 @@ def asked_of(spec: Spec, row: Row, args: argparse.Namespace) -> list[dict[str, A
     if args.part == "growth":
         return growth.asked_of(row)
     if args.device == "cpu":
-        rooms: Sequence[float] = args.rooms or fits.CPU_ROOMS
-        return fits.asked_of(spec, rooms, args.rooms or fits.CPU_ROOMS[:1])
+        return fits.asked_of(spec, args.rooms or fits.CPU_ROOMS, args.rooms or fits.CPU_ROOMS[:1])
     has = torch.cuda.get_device_properties(0).total_memory / GIB
-    rooms = [r for r in args.rooms or fits.ROOMS if r <= has]
-    return fits.asked_of(spec, rooms, args.rooms or [r for r in fits.ALONE if r <= has])
+    if args.rooms and max(args.rooms) > has:
+        raise ValueError(f"bench: --rooms {max(args.rooms):g}: this GPU has {has:.1f} GiB. Give at most that.")
+    rooms, alone = ([r for r in args.rooms or usual if r <= has] for usual in (fits.ROOMS, fits.ALONE))
+    return fits.asked_of(spec, rooms, alone)
 
 
 def listing(run: Run, spec: Spec, rows: Sequence[Row], args: argparse.Namespace) -> str:
