@@ -48,11 +48,8 @@ class SignedReLU(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        layout = ctx.layout
-        if grad.stride() != layout.stride:
-            grad = torch.empty_strided(layout.size, layout.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-        flat = grad.as_strided((layout.n,), (1,))
-        return kernels.gate(flat, ctx.saved_tensors[0], 1.0).as_strided(layout.size, layout.stride)
+        positive = ctx.layout.of_flat(kernels.unpack_bits(ctx.saved_tensors[0], ctx.layout.n))
+        return torch.where(positive, grad, 0)
 
 
 class StoredConvolution(torch.autograd.Function):

@@ -374,6 +374,33 @@ def _keep_attention():
     return create_selective_checkpoint_contexts(_policy)
 
 
+@torch.library.custom_op("halfback::settle", mutates_args=())
+def settle(x: Tensor) -> Tensor:
+    """x, computed. The compiler does not look into it, and so moves nothing from one side of it to the other."""
+    return x.clone()
+
+
+@settle.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Settled(torch.autograd.Function):
+    """x, whose gradient is there before anything that comes after it in the backward pass.
+
+    The gradient of dropped positions is a sum over blocks of elementwise terms. Left to itself, the compiler makes one kernel of all of
+    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return settle(grad)
+
+
 class Standin:
     """A forward that stands before a module's own. It does not keep the module alive, which keeps it: no cycle."""
 
@@ -496,6 +523,7 @@ class Recomputed(Standin):
 
         if torch.compiler.is_compiling():
             _allow(True)
+            tensors = (*tensors[:1], *(Settled.apply(t) for t in tensors[1:]))
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
             _allow(False)
             return out

@@ -58,8 +58,16 @@ class Layout:
     def nbytes(self) -> int:
         return self.n * self.dtype.itemsize
 
+    @property
+    def order(self) -> list[int]:
+        """The axes, from the one with the longest stride to the one with the shortest."""
+        return sorted(range(len(self.size)), key=lambda i: (-self.stride[i], -self.size[i]))
+
     def of_flat(self, flat: Tensor) -> Tensor:
         """Elements in the order of memory, in this layout: a view."""
+        if torch.compiler.is_compiling():  # which cannot see through as_strided
+            order = self.order
+            return flat.view([self.size[i] for i in order]).permute([order.index(i) for i in range(len(order))])
         return flat.as_strided(self.size, self.stride)
 
     def zeros(self) -> Tensor:
@@ -81,7 +89,7 @@ def is_dense(x: Tensor) -> bool:
 def flat(x: Tensor) -> Tensor:
     """x in the order of memory: a view if x is dense, else a copy."""
     x = x.detach() if is_dense(x) else x.detach().contiguous()
-    return x.as_strided((x.numel(),), (1,))
+    return x.permute(Layout.of(x).order).reshape(-1) if torch.compiler.is_compiling() else x.as_strided((x.numel(),), (1,))
 
 
 def _around(x: Tensor, axis: int) -> Tensor:

@@ -81,6 +81,13 @@ def check() -> None:
             print(f"{name:21} {text:38} against the CPU {'other layers' if found is None else f'{found:.1e}'}", flush=True)
             assert found is None or found < 1e-3
     batch_norms()
+    for name, text in COMPILED:
+        found = as_compiled(name, text)
+        print(f"{name:21} {text:38} compiled {found:.1e}", flush=True)
+        assert found < 1e-3
+    checkpointing, beside = compiled_peaks()
+    print(f"peaks, compiled: checkpointing {checkpointing:.3f}, SBP with it {beside:.3f} of plain's", flush=True)
+    assert beside < checkpointing
     for store in (Elements(0.3, "random"), Elements(0.3, "random", None), Channels(0.4, "random"), Rows(0.4, "random")):
         print(store, "drawn as on the CPU", flush=True)
         assert drawn_alike(store)
@@ -154,6 +161,48 @@ def lean_after_batch_norms(options: dict, dtype: str, last: bool) -> tuple[float
         grads.append([p.grad.double() for p in m.parameters()])
     scale = max(g.abs().max() for g in grads[0])
     return max(((a - b).abs().max() / scale).item() for a, b in zip(*grads, strict=True)), held[1] / held[0]
+
+
+COMPILED = (
+    ("tv_vit", "sbp(keep=0.5)+recompute"),
+    ("tv_vit", "dropit(keep=0.2, activation_bits=4)"),
+    ("resnet", "dropit(keep=0.2)"),
+    ("resnet, channels_last", "dropit(keep=0.2)"),
+)
+
+
+def as_compiled(name: str, text: str) -> float:
+    """A compiled graph's gradients against the same graph run as it is, node by node."""
+    model, batch = made(name)
+    model, batch = model.cuda(), to(batch, "cuda")
+    hb.apply_(model, *hb.parse(text))
+    models = (model, copy.deepcopy(model))
+    for m, backend in zip(models, ("inductor", "aot_eager"), strict=True):
+        torch._dynamo.reset()
+        zoo.loss(torch.compile(m, backend=backend), batch).backward()
+    return worst(*models)
+
+
+def compiled_peaks() -> list[float]:
+    """The peak of a compiled step relative to plain's: of checkpointing, and of SBP beside it."""
+    from torchvision.models import VisionTransformer
+
+    peaks = []
+    for text in ("exact", "recompute", "sbp(keep=0.5)+recompute"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = VisionTransformer(224, 16, 12, 4, 256, 1024).to("cuda", torch.bfloat16)
+        if text != "exact":
+            hb.apply_(model, *hb.parse(text))
+        run = torch.compile(model)
+        x = torch.randn(64, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(x).float().logsumexp(-1).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return [p / peaks[0] for p in peaks[1:]]
 
 
 def drawn_alike(store) -> bool:

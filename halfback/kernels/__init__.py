@@ -1,7 +1,8 @@
 """The kernels: on CUDA the fused ones (Triton), anywhere else the reference that defines them.
 
 Each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on
-any device. Triton is imported by the first call on a CUDA tensor, never before.
+any device. Those that are elementwise are seen by a compiler as the reference instead: it makes one kernel of them and of what is around
+them, without a pass over the tensor for them alone. Triton is imported by the first call on a CUDA tensor, never before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ def _at(x: Tensor) -> ModuleType:
     return (_fused() if x.is_cuda else None) or reference
 
 
+def _elementwise(f: Callable) -> Callable:
+    """f as a torch operator, but for a compiler."""
+    operator, seen = _operator(f), getattr(reference, f.__name__)
+
+    @functools.wraps(f)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (seen if torch.compiler.is_compiling() else operator)(x, *args, **kwargs)
+
+    return call
+
+
 def _operator(f: Callable) -> Callable:
     """f as a torch operator, for graphs and fake tensors, whose outputs are the reference's: their shapes depend on no data. Called on real
     tensors it is f itself, which saves the 50 microseconds that an operator in Python costs."""
@@ -69,22 +81,22 @@ def restore(values: Tensor, bits: Tensor, n: int, keep: float, block: int | None
     return _at(values).restore(values, bits, n, keep, block)
 
 
-@_operator
+@_elementwise
 def pack_bits(mask: Tensor) -> Tensor:
     return _at(mask).pack_bits(mask)
 
 
-@_operator
+@_elementwise
 def unpack_bits(bits: Tensor, n: int) -> Tensor:
     return _at(bits).unpack_bits(bits, n)
 
 
-@_operator
+@_elementwise
 def signs(x: Tensor) -> Tensor:
     return _at(x).signs(x)
 
 
-@_operator
+@_elementwise
 def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
     return _at(grad).gate(grad, bits, scale)
 
@@ -104,7 +116,7 @@ def encode(x: Tensor, edges: Tensor) -> Tensor:
     return _at(x).encode(x, edges)
 
 
-@_operator
+@_elementwise
 def scale_by_code(grad: Tensor, codes: Tensor, table: Tensor) -> Tensor:
     return _at(grad).scale_by_code(grad, codes, table)
 

@@ -124,7 +124,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(codes: Tensor, n: int, bits: int) -> Tensor:
     if bits == 8:
         return codes
-    return torch.stack([codes & 15, codes >> 4], -1).view(-1)[:n]
+    return ((codes[:, None] >> _shifts(2, 4, codes.device)) & 15).view(-1)[:n]
 
 
 def _shifts(n: int, step: int, device: torch.device) -> Tensor:
