@@ -92,8 +92,12 @@ def compile_first(model: nn.Module, backend: str, turn: Turn, fullgraph: bool) -
     """torch.compile, which takes its turn when it has compiled and begins to run."""
     inner: Any = torch._dynamo.lookup_backend(backend)
 
+    # The backward too, which would wait for the first backward pass, and so be compiled in our turn.
+    early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[attr-defined]
+
     def outer(graph: Any, inputs: Any) -> Any:
-        compiled = inner(graph, inputs)
+        with early:
+            compiled = inner(graph, inputs)
 
         def run(*args: Any) -> Any:
             turn.take()
