@@ -285,12 +285,12 @@ class Enter(Hook):
             _know_order()
             ROUTE.__enter__()
         if args:
-            return (self.enter(args[0]), *args[1:]), kwargs
+            return (self.enter(args[0], module), *args[1:]), kwargs
         if self.first in kwargs:
-            return args, {**kwargs, self.first: self.enter(kwargs[self.first])}
+            return args, {**kwargs, self.first: self.enter(kwargs[self.first], module)}
         return None
 
-    def enter(self, x: Tensor | Streams) -> Any:
+    def enter(self, x: Tensor | Streams, module: nn.Module) -> Any:
         state = self.state
         if isinstance(x, Streams):
             if len(state.ratios) == 1:
@@ -306,6 +306,8 @@ class Enter(Hook):
         at = state.positions(self.name, source, grid, span > 1)
         if at.k == at.n:
             return x
+        if torch.compiler.is_compiling() and isinstance(module.__dict__.get("forward"), Recomputed):
+            x = held(x)
         if isinstance(state.method, SkipTokens):
             return self.skip(x, at, axis, span)
         return split(x, at, axis, span, TRUNK, state.site(self.name))
@@ -386,19 +388,24 @@ def _(x: Tensor) -> Tensor:
 
 
 class Settled(torch.autograd.Function):
-    """x, whose gradient is there before anything that comes after it in the backward pass.
+    """x, whose gradient is there before anything that comes after it in the backward pass; `held`: and which is held itself.
 
     The gradient of dropped positions is a sum over blocks of elementwise terms. Left to itself, the compiler makes one kernel of all of
-    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold.
+    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold. And rather than
+    hold what enters the first of the chosen blocks, it computes the whole block before it again, while this one's backward runs.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor):
-        return x.view_as(x)
+    def forward(ctx, x: Tensor, held: bool):
+        return settle(x) if held else x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return settle(grad)
+        return settle(grad), None
+
+
+def held(x: Tensor) -> Tensor:
+    return Settled.apply(x, True)
 
 
 class Standin:
@@ -523,7 +530,7 @@ class Recomputed(Standin):
 
         if torch.compiler.is_compiling():
             _allow(True)
-            tensors = (*tensors[:1], *(Settled.apply(t) for t in tensors[1:]))
+            tensors = (*tensors[:1], *(Settled.apply(t, False) for t in tensors[1:]))
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
             _allow(False)
             return out

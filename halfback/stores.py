@@ -89,7 +89,7 @@ def is_dense(x: Tensor) -> bool:
 def flat(x: Tensor) -> Tensor:
     """x in the order of memory: a view if x is dense, else a copy."""
     x = x.detach() if is_dense(x) else x.detach().contiguous()
-    return x.permute(Layout.of(x).order).reshape(-1) if torch.compiler.is_compiling() else x.as_strided((x.numel(),), (1,))
+    return x.as_strided((x.numel(),), (1,))
 
 
 def _around(x: Tensor, axis: int) -> Tensor:
