@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -106,7 +107,8 @@ def held_by(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 def shares(model: nn.Module, forward: Callable[[], Any]) -> dict[str, float]:
     """The share of a forward's floating point operations that each module has, by name; the model is plain."""
-    with torch.no_grad(), FlopCounterMode(display=False) as count:
+    # Attention as the matrix products that it is: of some kernels torch counts none with fewer heads of keys than of queries.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as count:
         by_name = _counted(model, forward, count)
     total = max(1, count.get_total_flops())
     return {name: flops / total for name, flops in by_name.items()}
