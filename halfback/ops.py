@@ -51,7 +51,7 @@ def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
 def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
     """Arguments for the kept and for the dropped part."""
     if isinstance(args, Streams):
-        return (args.kept, args.dropped) if same_layout(args, like) else None
+        return args.taken_apart() if args is like or same_layout(args, like) else None
     if isinstance(args, Tensor):
         return _share(args, like)
     if isinstance(args, (list, tuple)):
@@ -71,9 +71,8 @@ def _role(streams: Sequence[Streams], weights: bool = False) -> str:
 
 def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
     """f on each part (rule 1). f may return a tensor or a sequence of them."""
-    kept = f(s.kept)
-    dropped = None if s.dropped is None else f(s.dropped)
-    return _zip(s, kept, dropped, axis, span, outer, role)
+    kept, dropped = s.taken_apart()
+    return _zip(s, f(kept), None if dropped is None else f(dropped), axis, span, outer, role)
 
 
 def _zip(s: Streams, kept: Any, dropped: Any, axis=None, span=None, outer=None, role=None) -> Any:
@@ -100,11 +99,12 @@ def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = N
 
 def pointwise(name, func, args, kwargs):
     """Each position by itself, broadcasting."""
-    streams = streams_in(args) + streams_in(tuple(kwargs.values()))
-    like = streams[0]
-    for other in streams[1:]:
-        like = other if other.part_ndim > like.part_ndim else like
     values = tuple(kwargs.values())
+    streams = streams_in((*args, *values))
+    like, ndim = streams[0], streams[0].part_ndim
+    for other in streams[1:]:
+        if other.part_ndim > ndim:
+            like, ndim = other, other.part_ndim
     if name == "add" and len(args) == 2 and not kwargs:
         joined = _whole_join(*args)
         if joined is not None:
@@ -120,8 +120,7 @@ def pointwise(name, func, args, kwargs):
     dropped = None
     if like.dropped is not None:
         dropped = func(*dropped_args, **dict(zip(kwargs, dropped_values, strict=True)))
-    after = like.part_ndim - like.axis
-    return _zip(like, kept, dropped, axis=kept.ndim - after, role=role)
+    return _zip(like, kept, dropped, axis=kept.ndim - ndim + like.axis, role=role)
 
 
 JOINS = ("add", "sub", "addcmul")
@@ -303,12 +302,11 @@ def _sizes(args: Sequence) -> list:
 
 def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
     """A view whose position axes can still be told from the others; else NotImplemented."""
-    shape = list(shape)
+    shape, part, n = list(shape), s.kept.shape, s.at.n
+    before = math.prod(part[: s.axis]) * s.outer
     if -1 in shape:
         known = math.prod([x for x in shape if x != -1])
-        shape[shape.index(-1)] = s.numel() // known if known else 0
-    n = s.at.n
-    before = math.prod(s.kept.shape[: s.axis]) * s.outer
+        shape[shape.index(-1)] = before * n * math.prod(part[s.axis + 1 :]) // known if known else 0
     count = 1
     for i, extent in enumerate(shape):
         if count == before and extent != 1:
@@ -328,12 +326,11 @@ def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
 
 def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func: Callable) -> Streams:
     front, back = shape[:axis], shape[axis + span :]
-
-    def view(part: Tensor) -> Tensor:
-        p = part.shape[s.axis] // s.outer
-        return func(part, (*front, outer * p, *back))
-
-    return both(s, view, axis=axis, span=span, outer=outer)
+    kept, dropped = s.taken_apart()
+    kept = func(kept, (*front, outer * s.at.k, *back))
+    if dropped is not None:
+        dropped = func(dropped, (*front, outer * (s.at.n - s.at.k), *back))
+    return s.like(kept, dropped, axis, span, outer)
 
 
 def reshape(name, func, args, kwargs):
@@ -372,9 +369,8 @@ def unflatten(name, func, args, kwargs):
 
 def permute(name, func, args, kwargs):
     """The positions go where their axis goes."""
-    x = args[0]
     dims = _sizes(args[1:]) if len(args) > 1 else list(kwargs["dims"])
-    return _permuted(x, [d % x.ndim for d in dims])
+    return _permuted(args[0], [d % len(dims) for d in dims])
 
 
 def _permuted(x: Streams, dims: list[int]) -> Any:
@@ -382,8 +378,7 @@ def _permuted(x: Streams, dims: list[int]) -> Any:
     axis = dims.index(x.axis)
     if dims[axis : axis + x.span] != group:
         return NotImplemented
-    order = [part_axis(x, d) for d in dims if d not in group[1:]]
-    order[axis] = x.axis
+    order = [d if d <= x.axis else d - x.span + 1 for d in dims if d not in group[1:]]
     return both(x, lambda part: part.permute(order), axis=axis)
 
 
@@ -392,7 +387,6 @@ def transpose(name, func, args, kwargs):
     x = args[0]
     first, second = (0, 1) if name == "t" else (_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1"))
     dims = list(range(x.ndim))
-    first, second = first % x.ndim, second % x.ndim
     dims[first], dims[second] = dims[second], dims[first]
     return _permuted(x, dims)
 

@@ -441,6 +441,8 @@ def _refuse(name: str, first: Streams) -> None:
 
 def _positional(plain: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Leading arguments that were given by name, in their places."""
+    if not kwargs:
+        return args, kwargs
     names = LEADING.get(plain, ("input", "other"))
     for key in names[len(args) :]:
         if key not in kwargs:
