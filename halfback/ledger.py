@@ -470,6 +470,7 @@ class Ledger(TorchFunctionMode):
     def __init__(self, rules: Mapping[Callable, Rule | None], within: Any, tell: Any = None):
         super().__init__()
         self.rules, self.within, self.tell = rules, within, tell
+        self.stands_aside = tell is None  # while Streams are worked on: a report hears of every function
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
         self.count = 0  # of what the function that runs has saved
@@ -521,6 +522,14 @@ class Ledger(TorchFunctionMode):
         if self.tell is not None:
             self.tell.called(func, args, kwargs)
         return func(*args, **kwargs) if rule is None else rule.run(self, func, args, kwargs)
+
+    def seen(self, func: Callable) -> Callable:
+        """How a function is run on a part of Streams while this mode stands aside."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(func, (), args, kwargs)
+
+        return func if self.rules[func] is None else run
 
     def changing(self, args: tuple, known: bool) -> None:
         """Before a tensor is changed in place. Unless it is `known` how, nothing that was noted of its storage holds after it."""

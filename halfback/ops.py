@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, split, split_parts
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -140,7 +140,7 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
             other = merge(other)
         elif not isinstance(other, Tensor) or other.shape != trunk.shape:
             return None
-        whole = trunk.whole + other
+        whole = seen(torch.add)(trunk.whole, other)
         return Streams(None, whole, trunk.at, trunk.axis, trunk.span, 1, TRUNK, trunk.site)
     return None
 
@@ -344,7 +344,7 @@ def reshape(name, func, args, kwargs):
         shape = _sizes(args[1:]) if len(args) > 1 else kwargs.get("shape", kwargs.get("size"))
     if not isinstance(x, Streams):
         return NotImplemented
-    return reshaped(x, shape, torch.reshape)  # a part need not be contiguous where the whole tensor was
+    return reshaped(x, shape, seen(torch.reshape))  # a part need not be contiguous where the whole tensor was
 
 
 def flatten(name, func, args, kwargs):
@@ -353,7 +353,7 @@ def flatten(name, func, args, kwargs):
     start = _argument(args, kwargs, 1, "start_dim", 0) % x.ndim
     end = _argument(args, kwargs, 2, "end_dim", -1) % x.ndim
     shape = list(x.shape)
-    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], torch.reshape)
+    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], seen(torch.reshape))
 
 
 def unflatten(name, func, args, kwargs):
@@ -364,7 +364,7 @@ def unflatten(name, func, args, kwargs):
     shape = list(x.shape)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // math.prod([z for z in sizes if z != -1])
-    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], torch.reshape)
+    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], seen(torch.reshape))
 
 
 def permute(name, func, args, kwargs):
@@ -492,7 +492,7 @@ def convolution(name, func, args, kwargs):
     role = _role([x], weights=True)
     on_grid = x.axis == 2 and x.span == n and x.ndim == n + 2 and x.outer == 1
     if on_grid and flat and math.prod(kernel) == 1 and math.prod(stride) == 1:
-        return both(x, lambda part: F.conv1d(part, weight.flatten(2), bias, groups=groups), role=role)
+        return both(x, lambda part: seen(F.conv1d)(part, weight.flatten(2), bias, groups=groups), role=role)
     if on_grid and flat and solid and groups == 1 and kernel == stride == x.at.factor:
         return _patches(x, weight, bias, role)
     whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
@@ -512,8 +512,8 @@ def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Stre
 
     def patches(part: Tensor) -> Tensor:
         rows = part.transpose(1, 2)
-        rows = rows.reshape(rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2])
-        return F.linear(rows, matrix, bias).transpose(1, 2)
+        rows = seen(torch.reshape)(rows, (rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2]))
+        return seen(F.linear)(rows, matrix, bias).transpose(1, 2)
 
     coarse: Any = x.at.coarse
     return Streams((patches(x.kept), patches(x.dropped)), None, coarse, 2, x.span, 1, role, x.site)

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from .notes import constant, note
@@ -390,16 +392,52 @@ VIEWS = frozenset(
 )
 
 
+class Aside(threading.local):
+    """The mode that is set aside while a row runs."""
+
+    mode: Any = None
+
+
+ASIDE = Aside()
+
+
 def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run one torch function that met Streams: by its row in the table, or merged."""
+    """Run one torch function that met Streams: by its row in the table, or merged.
+
+    A mode would be called for every shape that a row looks at. One that wants to (ledger.py) is set aside meanwhile, and asked how the
+    functions on the parts are run."""
+    modes = 0 if is_compiling() else torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(modes - 1) if modes else None
+    if mode is None or not getattr(mode, "stands_aside", False):
+        result = _by_row(name, func, args, kwargs)
+    else:
+        before, ASIDE.mode = ASIDE.mode, torch._C._pop_torch_function_stack()
+        try:
+            result = _by_row(name, func, args, kwargs)
+        finally:
+            ASIDE.mode = before
+            torch._C._push_on_torch_function_stack(mode)
+    if result is not NotImplemented:
+        return result
+    first: Any = find((*args, *kwargs.values()))
+    note(first.site.owner, first.site.block, "merged", name)
+    return seen(func)(*merge_all(args), **merge_all(kwargs))
+
+
+def seen(func: Callable) -> Callable:
+    """A function on a part, run as a mode that was set aside would have it."""
+    mode = None if is_compiling() else ASIDE.mode
+    return func if mode is None else mode.seen(func)
+
+
+def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     first: Any = find((*args, *kwargs.values()))
     _refuse(name, first)
     plain, reverse, inplace = _plain_name(name)
     inplace = inplace or bool(kwargs.get("inplace"))
     target = args[0] if args else None
     if inplace and not isinstance(target, Streams):  # of a plain tensor: it is changed itself
-        note(first.site.owner, first.site.block, "merged", name)
-        return func(*merge_all(args), **merge_all(kwargs))
+        return NotImplemented
     handler = TABLE.get(plain)
     if handler is not None:
         args, kwargs = _positional(plain, args, kwargs)
@@ -409,7 +447,7 @@ def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
             func = _functional(plain, func)
         if inplace and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
-        result = handler(plain, func, args, kwargs)
+        result = handler(plain, seen(func), args, kwargs)
         if result is not NotImplemented:
             if plain in VIEWS:
                 _mark(result)
@@ -419,8 +457,7 @@ def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
             f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in "
             "opaque=[...]."
         )
-    note(first.site.owner, first.site.block, "merged", name)
-    return func(*merge_all(args), **merge_all(kwargs))
+    return NotImplemented
 
 
 def _refuse(name: str, first: Streams) -> None:
@@ -504,7 +541,7 @@ def _assign(target: Any, result: Streams, name: str) -> Streams:
         )
     dtype = target.dtype
     if result.dtype != dtype:
-        result = TABLE["to"]("to", Tensor.to, (result, dtype), {})
+        result = TABLE["to"]("to", seen(Tensor.to), (result, dtype), {})
     target.parts, target.whole, target.role = result.parts, result.whole, result.role
     target.axis, target.span, target.outer = result.axis, result.span, result.outer
     return target
