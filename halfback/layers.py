@@ -159,7 +159,7 @@ def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tupl
         named["inplace"] = False
     if rule.again is None or any([isinstance(t, Tensor) for t in (*bound, *named.values())]):  # one that is not ordinary
         return out, saved, None
-    recipe = _shorter(rule.name, Recipe(rule.again, bound, named, autocast_state(out)), out)
+    recipe = _shorter(rule.name, Recipe(rule.again, bound, named, None if rule.name in MOVES else autocast_state(out)), out)
     key, version = _key(out), out._version
     if any([use.value.key == key and use.value.version == version for use in recipe.uses]):
         return out, saved, None
@@ -369,6 +369,7 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
 
 
 COPIES = frozenset("contiguous reshape flatten clone".split())
+MOVES = COPIES | frozenset("to float half bfloat16 double type type_as".split())  # autocast leaves them alone
 PLACES = {"add": (0, 1), "relu": (0,)}  # where the norm may stand among the arguments
 
 
@@ -379,8 +380,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     x, weight = args[first], args[second]
     state = autocast_state(x)
-    shared = x.is_leaf and x.requires_grad  # whose cast autocast keeps, for all who read it
-    if state is not None and not shared and x.is_floating_point() and x.dtype not in (state[1], torch.float64):
+    if state is not None and _is_cast(x, state[1]):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
         args = (*args[:first], x, *args[first + 1 :])
     plan = ledger.within.store_of(weight)
@@ -402,6 +402,12 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
         else:
             ledger.settle(entry)
     return out
+
+
+def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
+    """Does autocast cast it, and for this call alone? Of a leaf it keeps the cast, for all who read it."""
+    shared = x.is_leaf and x.requires_grad
+    return not shared and x.is_floating_point() and x.dtype not in (dtype, torch.float64)
 
 
 def _is_copy(t: Tensor, x: Tensor, weight: Tensor) -> bool:

@@ -152,9 +152,8 @@ class Shared:
     def value(self) -> Any:
         made = self.cache if self.cache is not None else self.make()
         self.used += 1
-        self.cache = made if self.used < self.users else None
-        if self.cache is None:
-            self.used = 0
+        last = self.used >= self.users
+        self.cache, self.used = (None, 0) if last else (made, self.used)
         return made
 
 
@@ -265,8 +264,11 @@ class Computed(Shared):
         return made if shape == self.made_as else _see(made, shape)
 
     def make(self) -> Any:
-        with torch.no_grad(), _autocast(self.recipe.autocast):
+        if self.recipe.autocast is None and not torch.is_grad_enabled():  # as in most backward passes
             made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
+        else:
+            with torch.no_grad(), _autocast(self.recipe.autocast):
+                made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
         return _laid_out(made, self.made_as)
 
     def leaves(self) -> Iterator[Any]:
@@ -288,7 +290,7 @@ class Inner(Computed):
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with torch.enable_grad(), _autocast(self.recipe.autocast), hooks:
-            self.recipe.func(*_filled(self.args, leaf=True), **_filled(self.kwargs, leaf=True))
+            self.recipe.func(*_filled(self.args, _as_leaf), **_filled(self.kwargs, _as_leaf))
         return saved
 
     def get(self, place: Any) -> Tensor:
@@ -359,6 +361,9 @@ class Fill:
     def __init__(self, source: Any, seen_as: Geometry, needs_grad: bool = False):
         self.source, self.seen_as, self.needs_grad = source, seen_as, needs_grad
 
+    def get(self) -> Tensor:
+        return self.source.get(self.seen_as)
+
 
 class Constant:
     """A parameter or a statistic in a recipe's arguments, as it was."""
@@ -374,14 +379,17 @@ class Constant:
         return self.tensor
 
 
-def _filled(tree: Any, leaf: bool = False) -> Any:
-    def fill(f: Any) -> Tensor:
-        if type(f) is Constant:
-            return f.get()
-        t = f.source.get(f.seen_as)
-        return t.detach().requires_grad_() if leaf and f.needs_grad else t
+def _got(place: Fill | Constant) -> Tensor:
+    return place.get()
 
-    return _mapped(tree, FILLED, fill)
+
+def _as_leaf(place: Fill | Constant) -> Tensor:
+    """As an argument that a graph begins with."""
+    return place.get().detach().requires_grad_() if type(place) is Fill and place.needs_grad else place.get()
+
+
+def _filled(tree: Any, of: Callable = _got) -> Any:
+    return _mapped(tree, FILLED, of) if tree else tree
 
 
 def _mapped(tree: Any, kinds: frozenset[type], f: Callable) -> Any:
@@ -667,15 +675,15 @@ class Ledger(TorchFunctionMode):
             use.source.join(use.seen_as)
             return use
         source = self.source(use.value)
-        if isinstance(source, Exact) and not source.has(use.seen_as):
-            t = use.value.tensor()
-            t = next(iter(source.views.values()), None) if t is None else t
-            if t is not None:
-                source.keep(t, use.seen_as)
-        source.join(use.seen_as)
         fill = Fill(source, use.seen_as, use.needs_grad)
-        if isinstance(source, Exact):
+        if type(source) is Exact:
             source.fills.append(weakref.ref(fill))
+            if not source.has(use.seen_as):
+                t = use.value.tensor()
+                t = next(iter(source.views.values()), None) if t is None else t
+                if t is not None:
+                    source.keep(t, use.seen_as)
+        source.join(use.seen_as)
         return fill
 
     def worth_computing(self, value: Value) -> bool:
@@ -700,9 +708,13 @@ class Ledger(TorchFunctionMode):
     def cost(self, value: Value, depth: int = 0) -> tuple[int, int]:
         """The price of a value's recipe."""
         recipe: Any = value.recipe
-        prices = [self.price(use.value, depth) for use in recipe.uses]
-        far = any([use.value.nbytes > FAR * value.nbytes and not use.value.free for use in recipe.uses])
-        return NEVER if far else sum([new for new, _ in prices]), sum([p for _, p in prices]) + recipe.passes * value.nbytes
+        new, passes = 0, recipe.passes * value.nbytes
+        for use in recipe.uses:
+            if use.value.nbytes > FAR * value.nbytes and not use.value.free:
+                return NEVER, passes
+            more, again = self.price(use.value, depth)
+            new, passes = new + more, passes + again
+        return new, passes
 
     def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0, firm: bool = False) -> None:
         """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store;

@@ -508,7 +508,7 @@ def convolution(name, func, args, kwargs):
 def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:
     """kernel = stride. A cell's sub-positions lie together, so this is a linear layer on (positions, sub-positions * channels)."""
     cells = math.prod(x.at.factor)
-    matrix = weight.flatten(2).transpose(1, 2).flatten(1)
+    matrix = seen(torch.flatten)(weight.flatten(2).transpose(1, 2), 1)
 
     def patches(part: Tensor) -> Tensor:
         rows = part.transpose(1, 2)
