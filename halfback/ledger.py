@@ -27,6 +27,7 @@ opened in a checkpointed block decides in the recomputation as it did in the for
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, st
 
 
 def geometry(t: Tensor) -> Geometry:
-    return t.shape, t.stride(), t.storage_offset(), t.dtype
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype  # a torch.Size would stay with the garbage collector
 
 
 def _see(t: Tensor, shape: Geometry) -> Tensor:
@@ -188,7 +189,7 @@ class Exact:
         self.views: dict[Geometry, Tensor] = {}
         self.handed: dict[Geometry, Handed] = {}
         self.all_of_it: Geometry | None = None
-        self.fills: list[Any] = []  # who computes from it
+        self.fills: tuple[Any, ...] = ()  # who computes from it
         self.changed = False  # in place, so that no more may be computed from it
 
     def has(self, shape: Geometry) -> bool:
@@ -249,12 +250,13 @@ class Exact:
 class Computed(Shared):
     """Nothing is held: the value is made again."""
 
-    __slots__ = ("args", "kwargs", "made_as", "recipe")
+    __slots__ = ("args", "autocast", "func", "kwargs", "made_as")
     nbytes = 0
 
     def __init__(self, recipe: Recipe, made_as: Any, args: tuple, kwargs: dict):
         super().__init__()
-        self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
+        self.func, self.autocast = recipe.func, recipe.autocast
+        self.made_as, self.args, self.kwargs = made_as, args, kwargs
 
     def join(self, place: Any) -> None:
         self.users += 1
@@ -264,11 +266,11 @@ class Computed(Shared):
         return made if shape == self.made_as else _see(made, shape)
 
     def make(self) -> Any:
-        if self.recipe.autocast is None and not torch.is_grad_enabled():  # as in most backward passes
-            made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
+        if self.autocast is None and not torch.is_grad_enabled():  # as in most backward passes
+            made = self.func(*_filled(self.args), **_filled(self.kwargs))
         else:
-            with torch.no_grad(), _autocast(self.recipe.autocast):
-                made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
+            with torch.no_grad(), _autocast(self.autocast):
+                made = self.func(*_filled(self.args), **_filled(self.kwargs))
         return _laid_out(made, self.made_as)
 
     def leaves(self) -> Iterator[Any]:
@@ -289,8 +291,8 @@ class Inner(Computed):
             return saved[-1]
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), _autocast(self.recipe.autocast), hooks:
-            self.recipe.func(*_filled(self.args, _as_leaf), **_filled(self.kwargs, _as_leaf))
+        with torch.enable_grad(), _autocast(self.autocast), hooks:
+            self.func(*_filled(self.args, _as_leaf), **_filled(self.kwargs, _as_leaf))
         return saved
 
     def get(self, place: Any) -> Tensor:
@@ -437,8 +439,7 @@ class Entry:
         return self.tensor if self.tensor is not None else self.source.get(self.place)
 
 
-def _unpack(entry: Any) -> Tensor:
-    return entry.get()
+_unpack = operator.methodcaller("get")
 
 
 class Passed:
@@ -677,7 +678,7 @@ class Ledger(TorchFunctionMode):
         source = self.source(use.value)
         fill = Fill(source, use.seen_as, use.needs_grad)
         if type(source) is Exact:
-            source.fills.append(weakref.ref(fill))
+            source.fills += (weakref.ref(fill),)
             if not source.has(use.seen_as):
                 t = use.value.tensor()
                 t = next(iter(source.views.values()), None) if t is None else t
