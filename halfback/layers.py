@@ -312,7 +312,8 @@ def layer_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     if not x.is_cuda or not ordinary(x) or len(axes) != 1 or not (x.ndim == 3 or x.is_contiguous()) or autocast_state(x):
         return cheap(ledger, func, args, kwargs)
     out, saved = ledger.watch(func, args, kwargs)
-    own = [_tensor(e) for e in saved if _tensor(e).shape == (*x.shape[:-1], 1) and e.key != _key(x)]
+    rows, key = (*x.shape[:-1], 1), _key(x)
+    own = [_tensor(e) for e in saved if e.key != key and _tensor(e).shape == rows]
     for entry in saved:
         ledger.settle(entry)
     if len(own) == 2 and ordinary(out) and out.is_contiguous():

@@ -462,6 +462,8 @@ def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _refuse(name: str, first: Streams) -> None:
     """What would lose gradients, or hooks, without a word."""
+    if torch.is_grad_enabled() and name not in REFUSED:
+        return
     block = first.site.block or "a block"
     if not torch.is_grad_enabled() and name not in ASKING:
         raise RuntimeError(
@@ -508,6 +510,8 @@ def find(args: Sequence) -> Streams | None:
 
 def _plain_name(name: str) -> tuple[str, bool, bool]:
     """`__radd__` -> ("add", reversed, not in place), `add_` -> ("add", not reversed, in place)."""
+    if name[-1] != "_":
+        return name, False, False
     if name.startswith("__"):
         bare = name.strip("_")
         if bare in REVERSED:
@@ -515,9 +519,7 @@ def _plain_name(name: str) -> tuple[str, bool, bool]:
         if bare in INPLACE:
             return bare[1:], False, True
         return bare, False, False
-    if name.endswith("_") and name != "requires_grad_":
-        return name[:-1], False, True
-    return name, False, False
+    return (name, False, False) if name == "requires_grad_" else (name[:-1], False, True)
 
 
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
