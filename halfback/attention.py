@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .notes import note
-from .streams import BRANCH, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, split, split_parts, unfold
+from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     each = heads // groups
-    rows = unfold(q, 1, (groups, each)).flatten(2, 3)
+    rows = seen(torch.flatten)(unfold(q, 1, (groups, each)), 2, 3)
     if mask is not None and mask.shape[-2] != 1:
         if mask.ndim == 4 and mask.shape[1] == heads:
             mask = unfold(mask, 1, (groups, each)).flatten(2, 3)
@@ -54,7 +54,7 @@ def dense(x: Tensor) -> Tensor:
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1 and stride != expected:
-            return x.clone()
+            return seen(torch.clone)(x)
         expected *= size
     return x
 
@@ -81,7 +81,7 @@ def join(x: Streams | Tensor, ordered: bool) -> Tensor:
     if not isinstance(x, Streams):
         return x
     kept, dropped = x.kept.transpose(1, 2), x.dropped.transpose(1, 2)
-    rows = merge_parts(kept, dropped, x.at, 1) if ordered else torch.cat((kept, dropped), 1)
+    rows = merge_parts(kept, dropped, x.at, 1) if ordered else seen(torch.cat)((kept, dropped), 1)
     return rows.transpose(1, 2)
 
 
@@ -274,7 +274,7 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (x.like(x.kept.to(dtype), x.dropped.to(dtype)) for x in (q, k, v))
+        q, k, v = (TABLE["to"]("to", seen(Tensor.to), (x, dtype), {}) for x in (q, k, v))
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))

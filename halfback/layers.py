@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, changes, geometry, ordinary
+from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -48,21 +48,23 @@ CODED = {"gelu": "gelu", "silu": "silu"}
 OPERATORS = {f"__{prefix}{o}__": o for o in ("add", "sub", "mul", "pow", "matmul") for prefix in ("", "r", "i")}
 OPERATORS |= {f"__{prefix}truediv__": "div" for prefix in ("", "r", "i")} | {"__rsub__": "rsub"}
 
-_ROWS: dict[Callable, Any] = {}
+
+class Rules(dict[Callable, Rule | None]):
+    """The rule of every torch function, found when it is first called."""
+
+    def __missing__(self, func: Callable) -> Rule | None:
+        name = getattr(func, "__name__", "")
+        plain, changes = plain_name(name), changes_in_place(name)
+        run = _row(func, plain, changes)
+        again = (getattr(torch, plain, None) or getattr(F, plain, None)) if changes else func
+        self[func] = None if run is None else Rule(run, plain, changes, run in (cheap, signs, activation), again)
+        return self[func]
 
 
-def rules(func: Callable) -> Rule | None:
-    """The row of a torch function."""
-    try:
-        return _ROWS[func]
-    except KeyError:
-        run = _row(getattr(func, "__name__", ""), func)
-        row = _ROWS[func] = None if run is None else Rule(run, changes(func, {}), run in (cheap, signs, activation))
-        return row
+rules = Rules()
 
 
-def _row(name: str, func: Callable) -> Callable | None:
-    plain = plain_name(name)
+def _row(func: Callable, plain: str, changes: bool) -> Callable | None:
     if func is F.multi_head_attention_forward:
         return seen_through
     if func is F.batch_norm:
@@ -81,7 +83,7 @@ def _row(name: str, func: Callable) -> Callable | None:
         return activation
     if plain in CHEAP:
         return cheap
-    return as_it_is if changes(func, {}) else None
+    return as_it_is if changes else None
 
 
 def as_it_is(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -95,20 +97,15 @@ def plain_name(name: str) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
-def out_of_place(func: Callable, kwargs: dict) -> tuple[Any, dict]:
-    """The function that computes what an in-place one leaves behind."""
-    if not changes(func, kwargs):
-        return func, kwargs
-    if kwargs.get("inplace"):
-        return func, {**kwargs, "inplace": False}
-    name = plain_name(func.__name__)
-    return getattr(torch, name, None) or getattr(F, name, None), kwargs
+def changes_in_place(name: str) -> bool:
+    """Does a function of this name change its first argument?"""
+    return name[-1:] == "_" and (name[:2] != "__" or name[:3] == "__i" or name == "__setitem__")
 
 
-def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
+def autocast_state(t: Tensor) -> tuple[str, torch.dtype] | None:
     if not torch._C._is_any_autocast_enabled():
         return None
-    kind = device.type
+    kind = t.device.type
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
@@ -123,7 +120,7 @@ def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():  # counters, indices, masks, complex numbers
         return func(*args, **kwargs)
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
-    inner = [e for e in saved if _is_inner(recipe, e, out)] if recipe is not None else []
+    inner = _inner(recipe, saved, out) if recipe is not None and saved else ()
     if inner and recipe is not None and 2 * ledger.cost(ledger.value(out))[0] <= sum([_tensor(e).nbytes for e in inner]):
         again = Inner(recipe, None, ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
@@ -139,33 +136,38 @@ def _tensor(entry: Entry) -> Tensor:
     return entry.tensor
 
 
-def _is_inner(recipe: Recipe, entry: Entry, out: Tensor) -> bool:
-    """Did the function save a large value of its own making (a norm that is written out in C++)?"""
-    t = _tensor(entry)
+def _inner(recipe: Recipe, saved: list[Entry], out: Tensor) -> list[Entry]:
+    """What a function saved of its own making that is large (a norm that is written out in C++)."""
     known = {_key(out), *[use.value.key for use in recipe.uses]}
-    return _key(t) not in known and 4 * t.nbytes >= out.nbytes
+    return [e for e in saved if e.key not in known and 4 * _tensor(e).nbytes >= out.nbytes]
 
 
 def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
     """Run a function, and note how its output was made."""
-    changing = changes(func, kwargs)
+    rule: Any = rules[func]
+    changing = rule.changes or kwargs.get("inplace")
     if changing:
         bound, named = ledger.bind(args), ledger.bind(kwargs)  # as they are before
     out, saved = ledger.watch(func, args, kwargs)
     if not ordinary(out) or "out" in kwargs:
         return out, saved, None
     if not changing:
-        if not saved and args and ordinary(args[0]) and _key(out) == _key(args[0]):  # a view, or nothing was done
+        if not saved and args and (out is args[0] or _is_view(out, args[0])):
             return out, saved, None
-        bound, named = ledger.bind(args), ledger.bind(kwargs)
-    again, named = out_of_place(func, named)
-    if any([isinstance(t, Tensor) for t in (*bound, *named.values())]):  # one that is not ordinary
+        bound, named = ledger.bind(args), ledger.bind(kwargs) if kwargs else {}
+    if named.get("inplace"):
+        named["inplace"] = False
+    if rule.again is None or any([isinstance(t, Tensor) for t in (*bound, *named.values())]):  # one that is not ordinary
         return out, saved, None
-    recipe = _shorter(plain_name(func.__name__), Recipe(again, bound, named, autocast_state(out.device)), out)
+    recipe = _shorter(rule.name, Recipe(rule.again, bound, named, None if rule.name in MOVES else autocast_state(out)), out)
     key, version = _key(out), out._version
-    if again is None or any([use.value.key == key and use.value.version == version for use in recipe.uses]):
+    if any([use.value.key == key and use.value.version == version for use in recipe.uses]):
         return out, saved, None
     return out, saved, recipe if ledger.made(out, recipe) is not None else None
+
+
+def _is_view(out: Tensor, x: Any) -> bool:
+    return out._base is not None and ordinary(x) and _key(out) == _key(x)
 
 
 def signs(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -191,14 +193,18 @@ class Noise:
 
 
 def dropout(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
-    names = ("input", "p", "training", "inplace")
-    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
-    x, p = given["input"], given["p"]
-    if not given["training"] or given["inplace"] or not 0 < p < 1 or not x.requires_grad or not ordinary(x):
+    x, p, training, inplace = _of_dropout(*args, **kwargs)
+    if not 0 < p < 1 or not training or inplace or not x.requires_grad or not ordinary(x):
         return func(*args, **kwargs)
     use = ledger.bind(x)
     out, saved = ledger.watch(func, args, kwargs)
-    if len(saved) != 1 or saved[0].tensor is None or saved[0].tensor.shape != x.shape or _key(saved[0].tensor) == _key(x):
+    if (
+        len(saved) != 1
+        or not ordinary(out)
+        or saved[0].tensor is None
+        or saved[0].tensor.shape != x.shape
+        or _key(saved[0].tensor) == _key(x)
+    ):
         for entry in saved:
             ledger.settle(entry)
         return out
@@ -211,6 +217,10 @@ def dropout(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     ledger.made(out, Recipe(_dropped, (use, Fill(held, place), 1 / (1 - p)), {}))
     ledger.conclude(saved[0], held, place, ledger.value(noise))
     return out
+
+
+def _of_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
 
 
 def _dropped(x: Tensor, noise: Tensor, scale: float) -> Tensor:
@@ -264,11 +274,13 @@ def batch_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
         if entry.key:
             ledger.settle(entry)
     use, weight, bias = ledger.bind((x, given["weight"], given["bias"]))
+    if not ordinary(out):
+        return out
     if len(own) == 2 and x.is_cuda and out.dtype == x.dtype:
         ledger.made(out, Recipe(kernels.normalise_channels, (use, *map(Constant, own), weight, bias, None, False), {}))
     elif not x.is_cuda:
         noted = None if given["running_mean"] is None else given["running_mean"].dtype
-        ledger.made(out, Recipe(_normalised, (use, noted, weight, bias, given["eps"]), {}, autocast_state(x.device)))
+        ledger.made(out, Recipe(_normalised, (use, noted, weight, bias, given["eps"]), {}, autocast_state(x)))
     return out
 
 
@@ -290,31 +302,28 @@ def _evaluated(ledger: Ledger, func: Callable, args: tuple, kwargs: dict, given:
     if ordinary(out) and not given["training"]:
         x, weight, bias = ledger.bind((given["input"], given["weight"], given["bias"]))
         mean, var = (Constant(given[name].clone()) for name in ("running_mean", "running_var"))
-        ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}, autocast_state(out.device)))
+        ledger.made(out, Recipe(func, (x, mean, var, weight, bias, False, 0.0, given["eps"]), {}, autocast_state(out)))
     return out
 
 
 def layer_norm(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     """On CUDA its output comes from its input and the statistics that it saved: half the time of the norm itself."""
-    x = args[0] if args else kwargs["input"]
-    names = ("input", "normalized_shape", "weight", "bias")
-    given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
-    if (
-        not x.is_cuda
-        or not ordinary(x)
-        or len(given["normalized_shape"]) != 1
-        or not (x.ndim == 3 or x.is_contiguous())
-        or autocast_state(x.device)
-    ):
+    x, axes, weight, bias = _of_layer_norm(*args, **kwargs)
+    if not x.is_cuda or not ordinary(x) or len(axes) != 1 or not (x.ndim == 3 or x.is_contiguous()) or autocast_state(x):
         return cheap(ledger, func, args, kwargs)
     out, saved = ledger.watch(func, args, kwargs)
-    own = [_tensor(e) for e in saved if _tensor(e).shape == (*x.shape[:-1], 1) and e.key != _key(x)]
+    rows, key = (*x.shape[:-1], 1), _key(x)
+    own = [_tensor(e) for e in saved if e.key != key and _tensor(e).shape == rows]
     for entry in saved:
         ledger.settle(entry)
-    if len(own) == 2 and out.is_contiguous():
-        bound = ledger.bind((x, *own, given["weight"], given["bias"]))
+    if len(own) == 2 and ordinary(out) and out.is_contiguous():
+        bound = ledger.bind((x, *own, weight, bias))
         ledger.made(out, Recipe(_normalised_rows, (*bound, False, tuple(out.shape)), {}))
     return out
+
+
+def _of_layer_norm(input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> tuple:
+    return input, normalized_shape, weight, bias
 
 
 def _normalised_rows(
@@ -347,8 +356,7 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
     """The same in one pass: a norm, the addition after it, and the ReLU after that; a copy row by row."""
     if name in COPIES and out.is_cuda and out.is_contiguous() and isinstance(recipe.args[0], Use):
         return Recipe(_copied, (recipe.args[0], tuple(out.shape)), {})
-    places = {"add": (0, 1), "relu": (0,)}.get(name, ())
-    for i in places:
+    for i in PLACES.get(name, ()):
         use: Any = recipe.args[i] if len(recipe.args) > i else None
         made = use.value.recipe if isinstance(use, Use) and use.seen_as == use.value.made_as else None
         if made is None or made.func is not kernels.normalise_channels or made.args[6]:
@@ -362,29 +370,31 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
 
 
 COPIES = frozenset("contiguous reshape flatten clone".split())
+MOVES = COPIES | frozenset("to float half bfloat16 double type type_as".split())  # autocast leaves them alone
+PLACES = {"add": (0, 1), "relu": (0,)}  # where the norm may stand among the arguments
 
 
 def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     """A layer's input is saved for the gradient of its weight alone, so it may be held by a store."""
-    first, second, axis = LAYERS[plain_name(func.__name__)]
-    if len(args) <= second or not all([ordinary(args[i]) for i in (first, second)]):
+    first, second, axis = LAYERS[rules[func].name]  # type: ignore[union-attr]
+    if len(args) <= second or not ordinary(args[first]) or not ordinary(args[second]):
         return func(*args, **kwargs)
     x, weight = args[first], args[second]
-    state = autocast_state(x.device)
-    shared = x.is_leaf and x.requires_grad  # whose cast autocast keeps, for all who read it
-    if state is not None and not shared and x.is_floating_point() and x.dtype not in (state[1], torch.float64):
+    state = autocast_state(x)
+    if state is not None and _is_cast(x, state[1]):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
         args = (*args[:first], x, *args[first + 1 :])
     plan = ledger.within.store_of(weight)
     if plan is not None and isinstance(plan.store, Rows) and axis == -1 and func is F.linear:
         return rows_linear(ledger, x, plan, *args[1:], **kwargs)
     out, saved = ledger.watch(func, args, kwargs)
+    own, others = _key(x), _key(weight)
     for entry in saved:
         t = _tensor(entry)
-        copied = state is None and _is_copy(t, x, weight)
+        copied = state is None and entry.key not in (own, others) and _is_copy(t, x, weight)
         if copied:
             ledger.made(t, _copy_of(ledger.bind(x), t))
-        if not copied and (entry.key != _key(x) or t.numel() != x.numel() or _key(x) == _key(weight)):
+        if not copied and (entry.key != own or t.numel() != x.numel() or own == others):
             ledger.settle(entry)
         elif axis == 1 and not weight.requires_grad:
             ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
@@ -395,11 +405,17 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     return out
 
 
+def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
+    """Does autocast cast it, and for this call alone? Of a leaf it keeps the cast, for all who read it."""
+    shared = x.is_leaf and x.requires_grad
+    return not shared and x.is_floating_point() and x.dtype not in (dtype, torch.float64)
+
+
 def _is_copy(t: Tensor, x: Tensor, weight: Tensor) -> bool:
     """A linear layer folds the leading axes of its input, and copies it if they cannot be folded in place. Of a weight with two axes it
     makes no copy, so what has neither's storage is that. (Under autocast it may be a cast of the weight.)"""
     folds = x.ndim > 2 and weight.ndim == 2 and not x.is_contiguous() and t.is_contiguous()
-    return folds and _key(t) not in (_key(x), _key(weight)) and t.shape == (x[..., 0].numel(), x.shape[-1])
+    return folds and t.shape == (x[..., 0].numel(), x.shape[-1])
 
 
 def _copy_of(use: Use, t: Tensor) -> Recipe:
@@ -483,7 +499,8 @@ def code_name(name: str, kwargs: dict) -> str:
 def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     bits = ledger.within.activation_bits
     x = args[0] if args else kwargs["input"]
-    if bits is None or changes(func, kwargs) or not x.requires_grad or not ordinary(x):
+    changes = rules[func].changes or kwargs.get("inplace")  # type: ignore[union-attr]
+    if bits is None or changes or not x.requires_grad or not ordinary(x):
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, kwargs)
     with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):

@@ -27,15 +27,16 @@ opened in a checkpointed block decides in the recomputation as it did in the for
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from .stores import Layout, is_dense
@@ -50,7 +51,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, st
 
 
 def geometry(t: Tensor) -> Geometry:
-    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype  # a torch.Size would stay with the garbage collector
 
 
 def _see(t: Tensor, shape: Geometry) -> Tensor:
@@ -85,8 +86,7 @@ class Recipe:
     def __init__(self, func: Callable, args: tuple, kwargs: dict, autocast: tuple[str, torch.dtype] | None = None, passes: int = 1):
         self.func, self.args, self.kwargs, self.autocast = func, args, kwargs, autocast
         self.passes = passes  # how many of the model's functions it stands for
-        self.uses: list[Use] = []
-        _mapped((args, kwargs), Use, self.uses.append)
+        self.uses: list[Use] = _found(args, Use) + _found(kwargs, Use)
 
 
 class Value:
@@ -94,15 +94,14 @@ class Value:
 
     __slots__ = ("computed", "exact", "free", "key", "made_as", "nbytes", "recipe", "ref", "storage", "stored", "version")
 
-    def __init__(self, t: Tensor, recipe: Recipe | None = None):
-        storage = t.untyped_storage()
-        self.storage = StorageWeakRef(storage)  # as long as it is here, the key, an address, is not given to another
+    def __init__(self, t: Tensor, storage: torch.UntypedStorage, recipe: Recipe | None = None):
+        self.storage = weakref.ref(storage)  # when it is gone, the key, an address, may be given to another
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
         self.free = _is_parameter(t)
         self.ref: Any = (lambda: t) if self.free else weakref.ref(t)
         self.version = t._version
-        self.made_as = geometry(t) if recipe is not None else None
+        self.made_as = None if recipe is None else geometry(t)
         self.recipe = recipe
         self.exact: Any = _nothing
         self.computed: Any = _nothing
@@ -114,6 +113,8 @@ class Value:
 
 
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._functorch.peek_interpreter_stack
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def ordinary(t: Any) -> bool:
@@ -127,7 +128,7 @@ def _parameter(t: Any) -> bool:
 
 
 def _is_parameter(t: Tensor) -> bool:
-    return _parameter(t) or _parameter(t._base)
+    return _parameter(t) or (t._base is not None and _parameter(t._base))
 
 
 def _nothing() -> None:
@@ -140,6 +141,8 @@ def _nothing() -> None:
 class Shared:
     """Something that is made once for all of a backward pass that ask for it, and dropped when the last of them has had it (rule 3)."""
 
+    __slots__ = ("__weakref__", "cache", "used", "users")
+
     def __init__(self) -> None:
         self.users = self.used = 0
         self.cache: Any = None
@@ -150,14 +153,15 @@ class Shared:
     def value(self) -> Any:
         made = self.cache if self.cache is not None else self.make()
         self.used += 1
-        self.cache = made if self.used < self.users else None
-        if self.cache is None:
-            self.used = 0
+        last = self.used >= self.users
+        self.cache, self.used = (None, 0) if last else (made, self.used)
         return made
 
 
 class Handed(Shared):
     """A tensor in the hands of the hooks outside. Some of them (checkpoint) give it back once only."""
+
+    __slots__ = ("outer", "packed")
 
     def __init__(self, t: Tensor, outer: Any):
         super().__init__()
@@ -177,13 +181,15 @@ def _modified(t: Tensor, version: int) -> RuntimeError:
 class Exact:
     """A storage, held. Each view that somebody wants of it goes through the hooks that stand outside ours."""
 
+    __slots__ = ("__weakref__", "all_of_it", "changed", "fills", "handed", "nbytes", "outer", "version", "views")
+
     def __init__(self, version: int, nbytes: int, outer: Any):
         self.version, self.nbytes = version, nbytes
         self.outer = outer
         self.views: dict[Geometry, Tensor] = {}
         self.handed: dict[Geometry, Handed] = {}
         self.all_of_it: Geometry | None = None
-        self.fills: list[Any] = []  # who computes from it
+        self.fills: tuple[Any, ...] = ()  # who computes from it
         self.changed = False  # in place, so that no more may be computed from it
 
     def has(self, shape: Geometry) -> bool:
@@ -195,7 +201,7 @@ class Exact:
 
     def keep(self, t: Tensor, shape: Geometry, detached: bool = False) -> None:
         """Hold a view of t's storage; `detached`: t is that view, and part of no graph."""
-        if self.has(shape):
+        if shape in self.views or shape in self.handed:
             return
         alias = t if detached else _see(t.detach(), shape)
         if not self.outer:
@@ -244,11 +250,13 @@ class Exact:
 class Computed(Shared):
     """Nothing is held: the value is made again."""
 
+    __slots__ = ("args", "autocast", "func", "kwargs", "made_as")
     nbytes = 0
 
     def __init__(self, recipe: Recipe, made_as: Any, args: tuple, kwargs: dict):
         super().__init__()
-        self.recipe, self.made_as, self.args, self.kwargs = recipe, made_as, args, kwargs
+        self.func, self.autocast = recipe.func, recipe.autocast
+        self.made_as, self.args, self.kwargs = made_as, args, kwargs
 
     def join(self, place: Any) -> None:
         self.users += 1
@@ -258,17 +266,22 @@ class Computed(Shared):
         return made if shape == self.made_as else _see(made, shape)
 
     def make(self) -> Any:
-        with torch.no_grad(), _autocast(self.recipe.autocast):
-            made = self.recipe.func(*_filled(self.args), **_filled(self.kwargs))
+        if self.autocast is None and not torch.is_grad_enabled():  # as in most backward passes
+            made = self.func(*_filled(self.args), **_filled(self.kwargs))
+        else:
+            with torch.no_grad(), _autocast(self.autocast):
+                made = self.func(*_filled(self.args), **_filled(self.kwargs))
         return _laid_out(made, self.made_as)
 
     def leaves(self) -> Iterator[Any]:
-        for held in _sources((self.args, self.kwargs)):
-            yield from held.leaves()
+        for fill in _found((self.args, self.kwargs), Fill):
+            yield from fill.source.leaves()
 
 
 class Inner(Computed):
     """What a function saved of its own intermediate values: it is run again as autograd saw it, and what it saves is collected."""
+
+    __slots__ = ()
 
     def make(self) -> list[Tensor]:
         saved: list[Tensor] = []
@@ -278,8 +291,8 @@ class Inner(Computed):
             return saved[-1]
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), _autocast(self.recipe.autocast), hooks:
-            self.recipe.func(*_filled(self.args, leaf=True), **_filled(self.kwargs, leaf=True))
+        with torch.enable_grad(), _autocast(self.autocast), hooks:
+            self.func(*_filled(self.args, _as_leaf), **_filled(self.kwargs, _as_leaf))
         return saved
 
     def get(self, place: Any) -> Tensor:
@@ -350,6 +363,9 @@ class Fill:
     def __init__(self, source: Any, seen_as: Geometry, needs_grad: bool = False):
         self.source, self.seen_as, self.needs_grad = source, seen_as, needs_grad
 
+    def get(self) -> Tensor:
+        return self.source.get(self.seen_as)
+
 
 class Constant:
     """A parameter or a statistic in a recipe's arguments, as it was."""
@@ -365,35 +381,43 @@ class Constant:
         return self.tensor
 
 
-def _filled(tree: Any, leaf: bool = False) -> Any:
-    def fill(f: Any) -> Tensor:
-        if type(f) is Constant:
-            return f.get()
-        t = f.source.get(f.seen_as)
-        return t.detach().requires_grad_() if leaf and f.needs_grad else t
-
-    return _mapped(tree, (Fill, Constant), fill)
+def _got(place: Fill | Constant) -> Tensor:
+    return place.get()
 
 
-def _mapped(tree: Any, kind: Any, f: Callable) -> Any:
-    """f of everything of a kind in nested tuples, lists and dicts."""
-    if isinstance(tree, kind):
-        return f(tree)
-    container = type(tree)
-    if container is tuple or container is list:
-        return container([f(x) if isinstance(x, kind) else (_mapped(x, kind, f) if type(x) in CONTAINERS else x) for x in tree])
-    if container is dict:
-        return {k: _mapped(v, kind, f) for k, v in tree.items()} if tree else tree
-    return tree
+def _as_leaf(place: Fill | Constant) -> Tensor:
+    """As an argument that a graph begins with."""
+    return place.get().detach().requires_grad_() if type(place) is Fill and place.needs_grad else place.get()
 
 
-CONTAINERS = frozenset((tuple, list, dict))
+def _filled(tree: Any, of: Callable = _got) -> Any:
+    return _mapped(tree, FILLED, of) if tree else tree
 
 
-def _sources(tree: Any) -> list[Any]:
+def _mapped(tree: Any, kinds: frozenset[type], f: Callable) -> Any:
+    """f of everything of these types in nested tuples, lists and dicts."""
+    kind = type(tree)
+    if kind is dict:
+        return {k: _mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for k, x in tree.items()}
+    if kind in NESTED:
+        return kind([_mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for x in tree])
+    return f(tree) if kind in kinds else tree
+
+
+def _found(tree: Any, kind: type) -> list[Any]:
+    """Everything of a type in nested tuples, lists and dicts."""
     found: list[Any] = []
-    _mapped(tree, Fill, lambda f: found.append(f.source))
+    for x in tree.values() if type(tree) is dict else tree:
+        if type(x) is kind:
+            found.append(x)
+        elif type(x) in NESTED:
+            found += _found(x, kind)
     return found
+
+
+NESTED = frozenset((tuple, list, dict))
+FILLED = frozenset((Fill, Constant))
+TO_FILL = frozenset((Use, Fill))
 
 
 def _autocast(state: tuple[str, torch.dtype] | None) -> Any:
@@ -411,22 +435,11 @@ class Entry:
         self.source: Any = None
         self.place: Any = None
 
-    def settle(self, source: Any, place: Any) -> None:
-        self.tensor, self.source, self.place = None, source, place
-        source.join(place)
-
     def get(self) -> Tensor:
         return self.tensor if self.tensor is not None else self.source.get(self.place)
 
 
-def changes(func: Callable, kwargs: dict) -> bool:
-    """Does a function change its first argument in place?"""
-    name = getattr(func, "__name__", "")
-    return (name[-1:] == "_" and (name[:2] != "__" or name[:3] == "__i" or name == "__setitem__")) or bool(kwargs.get("inplace"))
-
-
-def _unpack(entry: Any) -> Tensor:
-    return entry.get()
+_unpack = operator.methodcaller("get")
 
 
 class Passed:
@@ -436,7 +449,7 @@ class Passed:
 
     def __init__(self, t: Tensor, outer: Any):
         self.outer, self.version = outer, None if t.is_inference() else t._version
-        self.held = outer[0](t) if outer else t.detach()
+        self.held = outer[0](t) if outer else (t if t.is_leaf else t.detach())
 
     def get(self) -> Tensor:
         if self.outer:
@@ -451,19 +464,22 @@ class Rule:
     """What the ledger does with a function: how it is run, and whether what it does in place is known."""
 
     run: Callable
-    changes: bool = False  # its first argument, in place, by its name
-    known: bool = True
+    name: str  # without the marks of methods, operators and in-place forms
+    changes: bool  # its first argument, in place, by its name
+    known: bool
+    again: Callable | None  # what computes, out of place, what it makes
 
 
 class Ledger(TorchFunctionMode):
     """The frame of one forward: the mode that sees functions and the hooks that see what they save.
 
-    `rules(func)` gives the rule of a function (layers.py), or None. `tell` hears of calls and of what they saved, for a report.
+    `rules` has the rule of each function (layers.py), or None. `tell` hears of calls and of what they saved, for a report.
     """
 
-    def __init__(self, rules: Callable[[Callable], Any], within: Any, tell: Any = None):
+    def __init__(self, rules: Mapping[Callable, Rule | None], within: Any, tell: Any = None):
         super().__init__()
         self.rules, self.within, self.tell = rules, within, tell
+        self.stands_aside = tell is None  # while Streams are worked on: a report hears of every function
         self.values: dict[int, Value] = {}
         self.pending: list[Entry] | None = None
         self.count = 0  # of what the function that runs has saved
@@ -475,7 +491,7 @@ class Ledger(TorchFunctionMode):
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
         """Everything that runs inside is seen. A frame that is opened inside another takes over."""
-        self.outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.outer = _hooks(False)
         before, self.within.ledger = self.within.ledger, self
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self:
@@ -486,38 +502,50 @@ class Ledger(TorchFunctionMode):
 
     def mine(self) -> bool:
         """Are we the ones that saved tensors reach? In a checkpointed region they may not be."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = _hooks(False)
         return top is not None and getattr(top[0], "__self__", None) is self
 
     # The functions
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.compiler.is_compiling():  # a compiled function inside an eager model
-            return func(*args, **(kwargs or {}))
-        rule = self.rules(func)
-        if rule is None and not types and self.tell is None:  # most calls: shapes, views, attributes
-            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if self.within.ledger is not self or not self.mine() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_compiling():  # a compiled function inside an eager model
             return func(*args, **kwargs)
-        if rule is not None and (rule.changes or kwargs.get("inplace")):
-            self.changing(args, rule.known and torch.is_grad_enabled())
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+        rule = self.rules[func]
+        parts = None  # Streams: what runs on their parts is to be seen
         for kind in types:
-            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
-                with self:
-                    return kind.__torch_function__(func, types, args, kwargs)
+            if not issubclass(kind, Tensor):
+                parts = kind
+        if rule is None and parts is None and self.tell is None:  # most calls: shapes, views, attributes
+            return func(*args, **kwargs)
+        if self.within.ledger is not self or not self.mine() or _transforms() is not None:
+            return func(*args, **kwargs)
+        grad = torch.is_grad_enabled()
+        if rule is not None and (rule.changes or kwargs.get("inplace")):
+            self.changing(args, rule.known and grad)
+        if not grad:
+            return func(*args, **kwargs)
+        if parts is not None:
+            with self:
+                return parts.__torch_function__(func, types, args, kwargs)
         if self.tell is not None:
             self.tell.called(func, args, kwargs)
         return func(*args, **kwargs) if rule is None else rule.run(self, func, args, kwargs)
 
+    def seen(self, func: Callable) -> Callable:
+        """How a function is run on a part of Streams while this mode stands aside."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(func, (), args, kwargs)
+
+        return func if self.rules[func] is None else run
+
     def changing(self, args: tuple, known: bool) -> None:
         """Before a tensor is changed in place. Unless it is `known` how, nothing that was noted of its storage holds after it."""
         target: Any = args[0] if args else None
-        key = target.untyped_storage()._cdata if ordinary(target) else None
-        value = self.values.get(key) if key is not None else None
-        if value is None:
+        storage = target.untyped_storage() if ordinary(target) else None
+        value = self.values.get(storage._cdata) if storage is not None else None
+        if value is None or value.storage() is not storage:
             return
         exact = value.exact()
         if exact is not None:
@@ -535,7 +563,7 @@ class Ledger(TorchFunctionMode):
 
     def bind(self, tree: Any) -> Any:
         """Arguments with every tensor replaced by a use of its value, as it is now."""
-        return _mapped(tree, Tensor, self._use)
+        return _mapped(tree, ORDINARY, self._use)
 
     def _use(self, t: Tensor) -> Any:
         if _parameter(t):
@@ -543,26 +571,30 @@ class Ledger(TorchFunctionMode):
         return Use(self.value(t), geometry(t), t.requires_grad) if ordinary(t) else t
 
     def value(self, t: Tensor) -> Value:
-        value = self.values.get(t.untyped_storage()._cdata)
-        if value is None or value.version != t._version:
-            value = Value(t)
-            self.values[value.key] = value
+        storage = t.untyped_storage()
+        value = self.values.get(storage._cdata)
+        if value is None or value.version != t._version or value.storage() is not storage:
+            value = self.values[storage._cdata] = Value(t, storage)
         return value
 
     def made(self, out: Tensor, recipe: Recipe) -> Value | None:
-        """Note how a fresh storage, or a new version of an old one, came to be."""
-        if not ordinary(out):
+        """Note how a fresh storage, or a new version of an old one, came to be; `out` is ordinary."""
+        storage = out.untyped_storage()
+        if storage.nbytes() != out.nbytes or out.storage_offset():
             return None
-        value = Value(out, recipe)
-        if value.nbytes != out.nbytes or out.storage_offset():
-            return None
-        self.values[value.key] = value
+        value = self.values[storage._cdata] = Value(out, storage, recipe)
         return value
 
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if not ordinary(t) or _is_parameter(t) or _wrapped(t) or (self.known and t.untyped_storage()._cdata in self.known):
+        if (
+            type(t) is nn.Parameter
+            or not ordinary(t)
+            or _is_parameter(t)
+            or _wrapped(t)
+            or (self.known and t.untyped_storage()._cdata in self.known)
+        ):
             self.count += 1
             return Passed(t, self.outer)
         if self.statistics and t.ndim == 1:
@@ -582,13 +614,16 @@ class Ledger(TorchFunctionMode):
         """Hold what was saved, exactly."""
         t: Any = entry.tensor
         value, place = self.values[entry.key], geometry(t)
-        source = value.exact() or value.computed() or (self.compute(value) if self.worth_computing(value) else self.hold(value, t, place))
-        if type(source) is Exact:
+        source = value.exact()
+        if source is not None:
             source.keep(t, place, detached=True)
+        else:
+            source = value.computed() or (self.compute(value) if self.worth_computing(value) else self.hold(value, t, place))
         self.conclude(entry, source, place, value)
 
     def conclude(self, entry: Entry, source: Any, place: Any, value: Value) -> None:
-        entry.settle(source, place)
+        entry.tensor, entry.source, entry.place = None, source, place
+        source.join(place)
         self.total += value.nbytes
         if self.tell is not None and not value.free:
             self.tell.saved(entry, *(self.stands_for or (value, "")))
@@ -618,7 +653,7 @@ class Ledger(TorchFunctionMode):
         exact = Exact(value.version, 0 if value.free else value.nbytes, self.outer)
         exact.keep(t, place, detached=True)
         value.exact = weakref.ref(exact)
-        for (offset, _, dtype, _), ref in (value.stored or {}).items():
+        for (offset, _, dtype, _), ref in value.stored.items() if value.stored else ():
             stored = ref()
             if stored is not None and not stored.firm:
                 shape = (tuple(stored.layout.size), tuple(stored.layout.stride), offset, dtype)
@@ -634,26 +669,26 @@ class Ledger(TorchFunctionMode):
 
     def fill(self, tree: Any) -> Any:
         """A recipe's arguments, each from how it is held."""
-        return _mapped(tree, (Use, Fill), self._fill)
+        return _mapped(tree, TO_FILL, self._fill)
 
     def _fill(self, use: Any) -> Fill:
         if type(use) is Fill:  # the noise of a dropout
             use.source.join(use.seen_as)
             return use
         source = self.source(use.value)
-        if isinstance(source, Exact) and not source.has(use.seen_as):
-            t = use.value.tensor()
-            t = next(iter(source.views.values()), None) if t is None else t
-            if t is not None:
-                source.keep(t, use.seen_as)
-        source.join(use.seen_as)
         fill = Fill(source, use.seen_as, use.needs_grad)
-        if isinstance(source, Exact):
-            source.fills.append(weakref.ref(fill))
+        if type(source) is Exact:
+            source.fills += (weakref.ref(fill),)
+            if not source.has(use.seen_as):
+                t = use.value.tensor()
+                t = next(iter(source.views.values()), None) if t is None else t
+                if t is not None:
+                    source.keep(t, use.seen_as)
+        source.join(use.seen_as)
         return fill
 
     def worth_computing(self, value: Value) -> bool:
-        return self.price(value)[1] > 0
+        return value.recipe is not None and self.price(value)[1] > 0
 
     def price(self, value: Value, depth: int = 0) -> tuple[int, int]:
         """What would have to be held for a value, and how much computed, in bytes. (0, 0): it is held."""
@@ -674,9 +709,13 @@ class Ledger(TorchFunctionMode):
     def cost(self, value: Value, depth: int = 0) -> tuple[int, int]:
         """The price of a value's recipe."""
         recipe: Any = value.recipe
-        prices = [self.price(use.value, depth) for use in recipe.uses]
-        far = any([use.value.nbytes > FAR * value.nbytes and not use.value.free for use in recipe.uses])
-        return NEVER if far else sum([new for new, _ in prices]), sum([p for _, p in prices]) + recipe.passes * value.nbytes
+        new, passes = 0, recipe.passes * value.nbytes
+        for use in recipe.uses:
+            if use.value.nbytes > FAR * value.nbytes and not use.value.free:
+                return NEVER, passes
+            more, again = self.price(use.value, depth)
+            new, passes = new + more, passes + again
+        return new, passes
 
     def store(self, entry: Entry, store: Any, axis: int, approximate: bool, seed: int = 0, firm: bool = False) -> None:
         """Hold a store's tensors instead, unless the value is held anyway, or can be computed without holding more than the store;

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, split, split_parts
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -51,7 +51,7 @@ def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
 def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
     """Arguments for the kept and for the dropped part."""
     if isinstance(args, Streams):
-        return (args.kept, args.dropped) if same_layout(args, like) else None
+        return args.taken_apart() if args is like or same_layout(args, like) else None
     if isinstance(args, Tensor):
         return _share(args, like)
     if isinstance(args, (list, tuple)):
@@ -71,9 +71,8 @@ def _role(streams: Sequence[Streams], weights: bool = False) -> str:
 
 def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
     """f on each part (rule 1). f may return a tensor or a sequence of them."""
-    kept = f(s.kept)
-    dropped = None if s.dropped is None else f(s.dropped)
-    return _zip(s, kept, dropped, axis, span, outer, role)
+    kept, dropped = s.taken_apart()
+    return _zip(s, f(kept), None if dropped is None else f(dropped), axis, span, outer, role)
 
 
 def _zip(s: Streams, kept: Any, dropped: Any, axis=None, span=None, outer=None, role=None) -> Any:
@@ -100,11 +99,12 @@ def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = N
 
 def pointwise(name, func, args, kwargs):
     """Each position by itself, broadcasting."""
-    streams = streams_in(args) + streams_in(tuple(kwargs.values()))
-    like = streams[0]
-    for other in streams[1:]:
-        like = other if other.part_ndim > like.part_ndim else like
     values = tuple(kwargs.values())
+    streams = streams_in((*args, *values))
+    like, ndim = streams[0], streams[0].part_ndim
+    for other in streams[1:]:
+        if other.part_ndim > ndim:
+            like, ndim = other, other.part_ndim
     if name == "add" and len(args) == 2 and not kwargs:
         joined = _whole_join(*args)
         if joined is not None:
@@ -120,8 +120,7 @@ def pointwise(name, func, args, kwargs):
     dropped = None
     if like.dropped is not None:
         dropped = func(*dropped_args, **dict(zip(kwargs, dropped_values, strict=True)))
-    after = like.part_ndim - like.axis
-    return _zip(like, kept, dropped, axis=kept.ndim - after, role=role)
+    return _zip(like, kept, dropped, axis=kept.ndim - ndim + like.axis, role=role)
 
 
 JOINS = ("add", "sub", "addcmul")
@@ -141,7 +140,7 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
             other = merge(other)
         elif not isinstance(other, Tensor) or other.shape != trunk.shape:
             return None
-        whole = trunk.whole + other
+        whole = seen(torch.add)(trunk.whole, other)
         return Streams(None, whole, trunk.at, trunk.axis, trunk.span, 1, TRUNK, trunk.site)
     return None
 
@@ -303,12 +302,11 @@ def _sizes(args: Sequence) -> list:
 
 def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
     """A view whose position axes can still be told from the others; else NotImplemented."""
-    shape = list(shape)
+    shape, part, n = list(shape), s.kept.shape, s.at.n
+    before = math.prod(part[: s.axis]) * s.outer
     if -1 in shape:
         known = math.prod([x for x in shape if x != -1])
-        shape[shape.index(-1)] = s.numel() // known if known else 0
-    n = s.at.n
-    before = math.prod(s.kept.shape[: s.axis]) * s.outer
+        shape[shape.index(-1)] = before * n * math.prod(part[s.axis + 1 :]) // known if known else 0
     count = 1
     for i, extent in enumerate(shape):
         if count == before and extent != 1:
@@ -328,12 +326,11 @@ def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
 
 def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func: Callable) -> Streams:
     front, back = shape[:axis], shape[axis + span :]
-
-    def view(part: Tensor) -> Tensor:
-        p = part.shape[s.axis] // s.outer
-        return func(part, (*front, outer * p, *back))
-
-    return both(s, view, axis=axis, span=span, outer=outer)
+    kept, dropped = s.taken_apart()
+    kept = func(kept, (*front, outer * s.at.k, *back))
+    if dropped is not None:
+        dropped = func(dropped, (*front, outer * (s.at.n - s.at.k), *back))
+    return s.like(kept, dropped, axis, span, outer)
 
 
 def reshape(name, func, args, kwargs):
@@ -347,7 +344,7 @@ def reshape(name, func, args, kwargs):
         shape = _sizes(args[1:]) if len(args) > 1 else kwargs.get("shape", kwargs.get("size"))
     if not isinstance(x, Streams):
         return NotImplemented
-    return reshaped(x, shape, torch.reshape)  # a part need not be contiguous where the whole tensor was
+    return reshaped(x, shape, seen(torch.reshape))  # a part need not be contiguous where the whole tensor was
 
 
 def flatten(name, func, args, kwargs):
@@ -356,7 +353,7 @@ def flatten(name, func, args, kwargs):
     start = _argument(args, kwargs, 1, "start_dim", 0) % x.ndim
     end = _argument(args, kwargs, 2, "end_dim", -1) % x.ndim
     shape = list(x.shape)
-    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], torch.reshape)
+    return reshaped(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]], seen(torch.reshape))
 
 
 def unflatten(name, func, args, kwargs):
@@ -367,14 +364,13 @@ def unflatten(name, func, args, kwargs):
     shape = list(x.shape)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // math.prod([z for z in sizes if z != -1])
-    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], torch.reshape)
+    return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]], seen(torch.reshape))
 
 
 def permute(name, func, args, kwargs):
     """The positions go where their axis goes."""
-    x = args[0]
     dims = _sizes(args[1:]) if len(args) > 1 else list(kwargs["dims"])
-    return _permuted(x, [d % x.ndim for d in dims])
+    return _permuted(args[0], [d % len(dims) for d in dims])
 
 
 def _permuted(x: Streams, dims: list[int]) -> Any:
@@ -382,8 +378,7 @@ def _permuted(x: Streams, dims: list[int]) -> Any:
     axis = dims.index(x.axis)
     if dims[axis : axis + x.span] != group:
         return NotImplemented
-    order = [part_axis(x, d) for d in dims if d not in group[1:]]
-    order[axis] = x.axis
+    order = [d if d <= x.axis else d - x.span + 1 for d in dims if d not in group[1:]]
     return both(x, lambda part: part.permute(order), axis=axis)
 
 
@@ -392,7 +387,6 @@ def transpose(name, func, args, kwargs):
     x = args[0]
     first, second = (0, 1) if name == "t" else (_argument(args, kwargs, 1, "dim0"), _argument(args, kwargs, 2, "dim1"))
     dims = list(range(x.ndim))
-    first, second = first % x.ndim, second % x.ndim
     dims[first], dims[second] = dims[second], dims[first]
     return _permuted(x, dims)
 
@@ -498,7 +492,7 @@ def convolution(name, func, args, kwargs):
     role = _role([x], weights=True)
     on_grid = x.axis == 2 and x.span == n and x.ndim == n + 2 and x.outer == 1
     if on_grid and flat and math.prod(kernel) == 1 and math.prod(stride) == 1:
-        return both(x, lambda part: F.conv1d(part, weight.flatten(2), bias, groups=groups), role=role)
+        return both(x, lambda part: seen(F.conv1d)(part, weight.flatten(2), bias, groups=groups), role=role)
     if on_grid and flat and solid and groups == 1 and kernel == stride == x.at.factor:
         return _patches(x, weight, bias, role)
     whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
@@ -514,12 +508,12 @@ def convolution(name, func, args, kwargs):
 def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:
     """kernel = stride. A cell's sub-positions lie together, so this is a linear layer on (positions, sub-positions * channels)."""
     cells = math.prod(x.at.factor)
-    matrix = weight.flatten(2).transpose(1, 2).flatten(1)
+    matrix = seen(torch.flatten)(weight.flatten(2).transpose(1, 2), 1)
 
     def patches(part: Tensor) -> Tensor:
         rows = part.transpose(1, 2)
-        rows = rows.reshape(rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2])
-        return F.linear(rows, matrix, bias).transpose(1, 2)
+        rows = seen(torch.reshape)(rows, (rows.shape[0], rows.shape[1] // cells, cells * rows.shape[2]))
+        return seen(F.linear)(rows, matrix, bias).transpose(1, 2)
 
     coarse: Any = x.at.coarse
     return Streams((patches(x.kept), patches(x.dropped)), None, coarse, 2, x.span, 1, role, x.site)

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import math
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from .notes import constant, note
@@ -390,16 +392,52 @@ VIEWS = frozenset(
 )
 
 
+class Aside(threading.local):
+    """The mode that is set aside while a row runs."""
+
+    mode: Any = None
+
+
+ASIDE = Aside()
+
+
 def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run one torch function that met Streams: by its row in the table, or merged."""
+    """Run one torch function that met Streams: by its row in the table, or merged.
+
+    A mode would be called for every shape that a row looks at. One that wants to (ledger.py) is set aside meanwhile, and asked how the
+    functions on the parts are run."""
+    modes = 0 if is_compiling() else torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(modes - 1) if modes else None
+    if mode is None or not getattr(mode, "stands_aside", False):
+        result = _by_row(name, func, args, kwargs)
+    else:
+        before, ASIDE.mode = ASIDE.mode, torch._C._pop_torch_function_stack()
+        try:
+            result = _by_row(name, func, args, kwargs)
+        finally:
+            ASIDE.mode = before
+            torch._C._push_on_torch_function_stack(mode)
+    if result is not NotImplemented:
+        return result
+    first: Any = find((*args, *kwargs.values()))
+    note(first.site.owner, first.site.block, "merged", name)
+    return seen(func)(*merge_all(args), **merge_all(kwargs))
+
+
+def seen(func: Callable) -> Callable:
+    """A function on a part, run as a mode that was set aside would have it."""
+    mode = None if is_compiling() else ASIDE.mode
+    return func if mode is None else mode.seen(func)
+
+
+def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     first: Any = find((*args, *kwargs.values()))
     _refuse(name, first)
     plain, reverse, inplace = _plain_name(name)
     inplace = inplace or bool(kwargs.get("inplace"))
     target = args[0] if args else None
     if inplace and not isinstance(target, Streams):  # of a plain tensor: it is changed itself
-        note(first.site.owner, first.site.block, "merged", name)
-        return func(*merge_all(args), **merge_all(kwargs))
+        return NotImplemented
     handler = TABLE.get(plain)
     if handler is not None:
         args, kwargs = _positional(plain, args, kwargs)
@@ -409,7 +447,7 @@ def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
             func = _functional(plain, func)
         if inplace and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
-        result = handler(plain, func, args, kwargs)
+        result = handler(plain, seen(func), args, kwargs)
         if result is not NotImplemented:
             if plain in VIEWS:
                 _mark(result)
@@ -419,12 +457,13 @@ def dispatch(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
             f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in "
             "opaque=[...]."
         )
-    note(first.site.owner, first.site.block, "merged", name)
-    return func(*merge_all(args), **merge_all(kwargs))
+    return NotImplemented
 
 
 def _refuse(name: str, first: Streams) -> None:
     """What would lose gradients, or hooks, without a word."""
+    if torch.is_grad_enabled() and name not in REFUSED:
+        return
     block = first.site.block or "a block"
     if not torch.is_grad_enabled() and name not in ASKING:
         raise RuntimeError(
@@ -441,6 +480,8 @@ def _refuse(name: str, first: Streams) -> None:
 
 def _positional(plain: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Leading arguments that were given by name, in their places."""
+    if not kwargs:
+        return args, kwargs
     names = LEADING.get(plain, ("input", "other"))
     for key in names[len(args) :]:
         if key not in kwargs:
@@ -469,6 +510,8 @@ def find(args: Sequence) -> Streams | None:
 
 def _plain_name(name: str) -> tuple[str, bool, bool]:
     """`__radd__` -> ("add", reversed, not in place), `add_` -> ("add", not reversed, in place)."""
+    if name[-1] != "_":
+        return name, False, False
     if name.startswith("__"):
         bare = name.strip("_")
         if bare in REVERSED:
@@ -476,9 +519,7 @@ def _plain_name(name: str) -> tuple[str, bool, bool]:
         if bare in INPLACE:
             return bare[1:], False, True
         return bare, False, False
-    if name.endswith("_") and name != "requires_grad_":
-        return name[:-1], False, True
-    return name, False, False
+    return (name, False, False) if name == "requires_grad_" else (name[:-1], False, True)
 
 
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -502,7 +543,7 @@ def _assign(target: Any, result: Streams, name: str) -> Streams:
         )
     dtype = target.dtype
     if result.dtype != dtype:
-        result = TABLE["to"]("to", Tensor.to, (result, dtype), {})
+        result = TABLE["to"]("to", seen(Tensor.to), (result, dtype), {})
     target.parts, target.whole, target.role = result.parts, result.whole, result.role
     target.axis, target.span, target.outer = result.axis, result.span, result.outer
     return target

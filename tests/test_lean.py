@@ -454,6 +454,16 @@ def test_beside_sbp_it_changes_no_gradient_and_holds_less(name):
     assert results[1][2] < 0.8 * results[0][2]
 
 
+@pytest.mark.parametrize("attention", ["query", "qkv"])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_beside_sbp_later_steps_hold_what_the_first_did(name, attention):
+    """In the first, which is reported, every function is seen; after it, those on the parts of Streams."""
+    model, batch = zoo.make(name)
+    hb.apply_(model, hb.SBP(0.5, attention=attention, sampler="fixed"), hb.Lean())
+    first, *later = [hb.held(model, lambda: zoo.loss(model, batch)) for _ in range(2)]
+    assert later == [first]
+
+
 def test_eval_and_no_grad_are_untouched(monkeypatch):
     model, batch = zoo.make("vit", layers=2)
     hb.apply_(model, hb.DropIT(0.1, activation_bits=4))
