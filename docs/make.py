@@ -191,7 +191,7 @@ def ledger() -> str:
     known = sorted({*layers.CHEAP, *layers.SIGNS, *layers.POOLINGS, *layers.LAYERS, *layers.CODED, "batch_norm", "dropout"})
     for name in known:
         func = {"batch_norm": layers.F.batch_norm, "dropout": layers.F.dropout}.get(name)
-        row = layers._row(name, func or (lambda: None))
+        row = layers._row(func or (lambda: None), name, False)
         by_row.setdefault(row.__name__ if row else "", []).append(name)
     held = {
         "layer": "their input serves the gradient of the weight alone: shared, computed again, or (DropIT) stored",
