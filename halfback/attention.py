@@ -313,11 +313,19 @@ def multi_head(
     lead = (batch, n) if by_batch else (n, batch)
     order = (0, 2, 1, 3) if by_batch else (1, 2, 0, 3)
     back = (0, 2, 1, 3) if by_batch else (2, 0, 1, 3)
-    packed = F.linear(x, in_proj_weight, in_proj_bias)
-    q, k, v = [part.reshape(*lead, num_heads, -1).permute(order) for part in packed.chunk(3, -1)]
+    q, k, v = [part.reshape(*lead, num_heads, -1).permute(order) for part in _projected(x, in_proj_weight, in_proj_bias)]
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0, is_causal)
     out = F.linear(out.permute(back).reshape(*lead, width), out_proj_weight, out_proj_bias)
     return out.transpose(0, 1) if by_batch else out, None
+
+
+def _projected(x: Tensor | Streams, weight: Tensor, bias: Tensor | None) -> tuple:
+    """q, k and v. Dropped queries have no gradient where keys and values do: on their own, nothing is computed backwards for them."""
+    if not isinstance(x, Streams) or x.site.attention != "query":
+        return F.linear(x, weight, bias).chunk(3, -1)
+    width = weight.shape[1]
+    biases = (None, None) if bias is None else (bias[:width], bias[width:])
+    return F.linear(x, weight[:width], biases[0]), *F.linear(x, weight[width:], biases[1]).chunk(2, -1)
 
 
 def _combined(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype) -> Tensor | None:

@@ -404,6 +404,15 @@ class Settled(torch.autograd.Function):
         return settle(grad), None
 
 
+def _settled(tree: Any) -> Any:
+    """What a block returns, with the gradients of dropped positions settled."""
+    if isinstance(tree, Streams) and tree.parts is not None and tree.dropped is not None:
+        return tree.like(tree.kept, Settled.apply(tree.dropped, False))
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return type(tree)([_settled(x) for x in tree])
+    return tree
+
+
 def held(x: Tensor) -> Tensor:
     return Settled.apply(x, True)
 
@@ -530,10 +539,9 @@ class Recomputed(Standin):
 
         if torch.compiler.is_compiling():
             _allow(True)
-            tensors = (*tensors[:1], *(Settled.apply(t, False) for t in tensors[1:]))
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
             _allow(False)
-            return out
+            return _settled(out)
         return checkpoint(run, *tensors, *rest, use_reentrant=False, **kwargs)
 
 
