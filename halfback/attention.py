@@ -319,7 +319,7 @@ def multi_head(
     return out.transpose(0, 1) if by_batch else out, None
 
 
-def _projected(x: Tensor | Streams, weight: Tensor, bias: Tensor | None) -> tuple:
+def _projected(x: Any, weight: Tensor, bias: Tensor | None) -> tuple:
     """q, k and v. Dropped queries have no gradient where keys and values do: on their own, nothing is computed backwards for them."""
     if not isinstance(x, Streams) or x.site.attention != "query":
         return F.linear(x, weight, bias).chunk(3, -1)
