@@ -319,9 +319,10 @@ def multi_head(
     return out.transpose(0, 1) if by_batch else out, None
 
 
-def _projected(x: Any, weight: Tensor, bias: Tensor | None) -> tuple:
+def _projected(x, weight, bias):
     """q, k and v. Dropped queries have no gradient where keys and values do: on their own, nothing is computed backwards for them."""
-    if not isinstance(x, Streams) or x.site.attention != "query":
+    alone = isinstance(x, Streams) and x.site.attention == "query"
+    if not alone:
         return F.linear(x, weight, bias).chunk(3, -1)
     width = weight.shape[1]
     biases = (None, None) if bias is None else (bias[:width], bias[width:])
