@@ -10,131 +10,97 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from halfback.bench.promises import kept
-from halfback.bench.results import in_full, note_of
+from halfback.bench.results import AGAIN, in_full, note_of, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-VIT = {
-    "plain": "plain",
-    "checkpointing": "checkpointing, every block",
-    "accumulation, 2 micro-batches": "gradient accumulation, 2 micro-batches",
-    "compile's budget 0.5": "torch.compile's memory budget 0.5",
-    "Algorithm 1, last 8": "the paper's Algorithm 1, last 8 blocks",
-    "sbp query, last 8": "**`SBP(keep=0.5)`**",
-    "sbp qkv, last 8": '**`SBP(keep=0.5, attention="qkv")`**',
-    "sbp qkv, all 12, + recompute": '**`SBP(keep=0.5, attention="qkv", layers="all")` + `Recompute()`**',
-    "skiptokens, last 8": "`SkipTokens(keep=0.5)`, which changes the forward",
-}
-CONVNEXT = {
-    "plain": "plain",
-    "checkpointing": "checkpointing, every block",
-    "accumulation, 2 micro-batches": "gradient accumulation, 2 micro-batches",
-    "compile's budget 0.5": "torch.compile's memory budget 0.5",
-    "sbp, paper's layers": '**`SBP(keep=0.5, layers="paper")`**',
-    "sbp, all blocks of three stages": "`SBP(keep=0.5)` on all blocks of three stages",
-}
-EAGER = {
-    "plain, eager": "plain",
-    "Algorithm 1, last 8, eager": "the paper's Algorithm 1, last 8 blocks",
-    "sbp query, last 8, eager": "`SBP(keep=0.5)`",
-}
 DROPIT = {
     "plain, eager": "plain",
     "checkpointing, eager": "checkpointing, every block",
     "flat Min-K, int32 indices, keep 0.1, eager": "flat Min-K with int32 indices, as in the released code of DropIT, keep 0.1",
     "flat Min-K, int32 indices, keep 0.2, eager": "flat Min-K with int32 indices, as in the released code of DropIT, keep 0.2",
-    "lean, eager": "**`Lean()`**, exact",
-    "dropit 0.1, eager": "**`DropIT(keep=0.1)`**",
-    "dropit 0.2, eager": "**`DropIT(keep=0.2)`**",
-    "dropit 0.1, activation_bits=4, eager": "**`DropIT(keep=0.1, activation_bits=4)`**",
-    "dropit bits=4, activation_bits=4, eager": "**`DropIT(bits=4, activation_bits=4)`**",
-    "sbp query, last 8, + lean, eager": "`SBP(keep=0.5)` + `Lean()`",
-}
-DROPIT_COMPILED = {
-    "plain": "plain",
-    "checkpointing": "checkpointing, every block",
-    "lean": "**`Lean()`**, exact",
-    "dropit 0.1, activation_bits=4": "**`DropIT(keep=0.1, activation_bits=4)`**",
-    "dropit 0.2": "**`DropIT(keep=0.2)`**",
+    "lean, eager": "**`lean`**, exact",
+    "dropit 0.1, eager": "**`dropit(keep=0.1)`**",
+    "dropit 0.2, eager": "**`dropit(keep=0.2)`**",
+    "dropit 0.1, activation_bits=4, eager": "**`dropit(keep=0.1, activation_bits=4)`**",
+    "dropit bits=4, activation_bits=4, eager": "**`dropit(bits=4, activation_bits=4)`**",
 }
 
 
 def rows(model: str, file: str) -> dict[str, dict]:
-    lines = (RESULTS / file).read_text().splitlines()
-    return {r["method"]: r for r in map(json.loads, lines) if r["model"] == model}  # the newest of each
+    """The newest of each method's steps on a GPU."""
+    found = [{"part": "step", "device": "cuda", **r} for r in read(RESULTS / f"{file}.jsonl") if r["model"] == model]
+    return {r["method"]: r for r in found if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r}
 
 
-def gpu_rows(found: dict[str, dict], names: dict[str, str], base: str) -> list[str]:
-    out = ["| | step | peak | time | memory |", "|---|---|---|---|---|"]
-    for key, shown in names.items():
-        r = found[key]
-        time, peak = r["step_ms"] / found[base]["step_ms"], r["peak_gib"] / found[base]["peak_gib"]
-        out.append(f"| {shown} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {time:.2f} | {peak:.2f} |")
-    return out
+def measured_on(found: Collection[dict]) -> str:
+    def all_of(key: str) -> str:
+        return ", ".join(sorted({r[key] for r in found}))
 
-
-def measured_on(model: str, first: dict, size: str) -> str:
+    days = sorted(r["date"][:10] for r in found)
     return (
-        f"{model}, {size}, batch {first['batch']}, weights in bf16, one {first['gpu']}, torch {first['torch']}, {first['date'][:10]}; "
+        f"Weights in bf16, one {all_of('gpu')}, torch {all_of('torch')}, {' to '.join(dict.fromkeys((days[0], days[-1])))}; "
         "forward and backward; peak is `max_memory_allocated` above weights, gradients and batch."
     )
 
 
-def gpu_table(model: str, names: dict[str, str], base: str = "plain", file: str = "sbp.jsonl", size: str = "224 px") -> str:
-    found = rows(model, file)
-    return "\n".join([*gpu_rows(found, names, base), "", measured_on(model, found[base], size)])
-
-
 def dropit_table() -> str:
-    """Two tables a model, eager and compiled, of the rows that it has."""
-    out = []
+    """Of each model the eager rows that it has."""
+    out, seen = [], []
     for model, size in (("ViT-B/16", "224 px"), ("ResNet-50", "224 px, channels_last")):
-        found = rows(model, "dropit.jsonl")
-        for base, names, about in (("plain, eager", DROPIT, "eager"), ("plain", DROPIT_COMPILED, "compiled")):
-            shown = {k: v for k, v in names.items() if k in found}
-            if base in found and len(shown) > 1:
-                out += [f"{model}, {about}:", "", *gpu_rows(found, shown, base), ""]
-        if "plain, eager" in found:
-            out += [measured_on(model, found["plain, eager"], size), *predicted(found), ""]
-    return "\n".join(out[:-1])
+        found = rows(model, "dropit")
+        shown = [(name, found[method]) for method, name in DROPIT.items() if method in found]
+        if len(shown) > 1:
+            plain = found["plain, eager"]
+            out += [f"{model}, {size}, batch {plain['batch']}, eager:", "", "| | step | peak | time | memory |", "|---|---|---|---|---|"]
+            for name, r in shown:
+                time, peak = r["step_ms"] / plain["step_ms"], r["peak_gib"] / plain["peak_gib"]
+                out.append(f"| {name} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {time:.2f} | {peak:.2f} |")
+            out.append("")
+            seen += [r for _, r in shown]
+    most = max(abs(r["peak_error"]) for r in seen if "peak_error" in r)
+    foreseen = f"Plain training's peak less what the report says is saved differs from the measured peak by at most {most:.1%}."
+    return "\n".join([*out, measured_on(seen), foreseen])
 
 
-def predicted(found: dict[str, dict]) -> list[str]:
-    """How far the peaks that the report foretells are from those measured."""
-    errors = [abs(r["peak_error"]) for r in found.values() if "peak_error" in r]
-    if not errors:
-        return []
-    return [f"Plain training's peak less what the report says is saved differs from the measured peak by at most {max(errors):.1%}."]
+def benched() -> dict[str, list[dict]]:
+    """What `halfback bench` found: each model's rows, plain first, then peers, then ours, the fastest of them first."""
+    models = dict.fromkeys(r["model"] for r in read(RESULTS / "bench.jsonl"))
+    found = {model: [r for r in rows(model, "bench").values() if not r["method"].endswith(AGAIN)] for model in models}
+    return {model: sorted(of, key=lambda r: (r["ours"], r["text"] != "plain", r["time_ratio"])) for model, of in found.items() if of}
 
 
-def bench_table() -> str:
-    """Each model's rows, compiled and eager, the newest of each; ratios are to plain of the same kind in the same run."""
-    lines = (json.loads(line) for line in (RESULTS / "bench.jsonl").read_text().splitlines())
-    steps = [r for r in lines if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r and not r["method"].endswith("again")]
-    out = []
-    for model in dict.fromkeys(r["model"] for r in steps):
-        found = {r["method"]: r for r in steps if r["model"] == model}
-        for about, compiled in (("compiled", True), ("eager", False)):
-            shown = [r for r in found.values() if r["compiled"] is compiled]
+def bench_table(*models: str) -> str:
+    """These models' rows, compiled; of no name the promises, and all models' rows, compiled and eager."""
+    found = benched()
+    out = [] if models else [promises_table(), ""]
+    seen = []
+    for model in models or found:
+        for about, compiled in (("compiled", True), ("eager", False))[: 1 if models else 2]:
+            shown = [r for r in found[model] if r["compiled"] is compiled]
             if len(shown) > 1:
+                r = shown[0]
+                size = f"{r['size']} px" if r["unit"] == "images" else f"{r['size']} tokens"
                 head = ["| | step | peak | time | memory | |", "|---|---|---|---|---|---|"]
-                out += [f"{shown[0]['about']}, {about}:", "", *head, *map(bench_row, shown), ""]
-        first = next(iter(found.values()))
-        what = f"{first['size']} px" if first["unit"] == "images" else f"{first['size']} tokens"
-        out += [measured_on(first["about"], first, what), ""]
-    cells = kept(r for r in steps if in_full(r))
-    promised = [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] * len(cells[0]), *cells[1:])]
-    return "\n".join([*promised, "", *out[:-1]] if cells[1:] else out[:-1])
+                out += [f"{r['about']}, {size}, batch {r['batch']}, {about}:", "", *head, *map(bench_row, shown), ""]
+                seen += shown
+    same_run = "Time and memory are ratios to plain training, compiled or eager as the row is, in the same run."
+    return "\n".join([*out, measured_on(seen), same_run])
 
 
 def bench_row(r: dict) -> str:
     name = f"**`{r['text']}`**" if r["ours"] else r["method"].removesuffix(", eager")
     return f"| {name} | {r['step_ms']:.1f} ms | {r['peak_gib']:.2f} GiB | {r['time_ratio']:.2f} | {r['peak_ratio']:.2f} | {note_of(r)} |"
+
+
+def promises_table() -> str:
+    head, *cells = kept(r for of in benched().values() for r in of if in_full(r))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
 
 
 def digits_table() -> str:
@@ -217,21 +183,15 @@ def plan_table() -> str:
 
 
 MODELS = {"ViT-B/16": "at batch 256", "ConvNeXt-T": "at batch 256", "GPT-2": "at 16 x 1024 tokens"}
-TABLES = {
-    "vit": lambda: gpu_table("ViT-B/16", VIT),
-    "convnext": lambda: gpu_table("ConvNeXt-T", CONVNEXT),
-    "eager": lambda: gpu_table("ViT-B/16", EAGER, "plain, eager"),
-    "dropit": dropit_table,
+TABLES: dict[str, Callable[..., str]] = {
     "bench": bench_table,
+    "promises": promises_table,
+    "dropit": dropit_table,
     "digits": digits_table,
     "depth": depth_table,
     "profiles": profile_table,
     "plans": plan_table,
 }
-OPTIONAL = {
-    "dropit": RESULTS / "dropit.jsonl",
-    "bench": RESULTS / "bench.jsonl",
-}  # made where the README has a place for it and this file is there
 
 
 def fill(text: str, makers: Mapping[str, Callable[..., str]]) -> str:
@@ -244,7 +204,7 @@ def fill(text: str, makers: Mapping[str, Callable[..., str]]) -> str:
 
 def filled(text: str) -> str:
     """The README with its tables made anew."""
-    return fill(text, {name: make for name, make in TABLES.items() if name not in OPTIONAL or OPTIONAL[name].exists()})
+    return fill(text, TABLES)
 
 
 def main() -> int:

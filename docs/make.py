@@ -41,41 +41,37 @@ WIDTH = "110"  # columns of help texts
 # Figures, from result files
 
 
-def _step(file: str, model: str, method: str) -> tuple[dict, dict]:
-    """A row of a benchmark, and plain training's of the same kind."""
-    found = tables.rows(model, f"{file}.jsonl")
-    return found[method], found["plain, eager" if method.endswith("eager") else "plain"]
+def _ratio(file: str, model: str, method: str, of: str) -> str:
+    """A row's time or peak, of plain training's of the same kind."""
+    found = tables.rows(model, file)
+    row, plain = found[method], found["plain, eager" if method.endswith("eager") else "plain"]
+    figure = {"time": "step_ms", "peak": "peak_gib"}[of]
+    return f"{row[f'{of}_ratio'] if file == 'bench' else row[figure] / plain[figure]:.2f}"  # halfback bench knows plain of the same run
 
 
 def time(file: str, model: str, method: str) -> str:
-    row, plain = _step(file, model, method)
-    return f"{row['step_ms'] / plain['step_ms']:.2f}"
+    return _ratio(file, model, method, "time")
 
 
 def memory(file: str, model: str, method: str) -> str:
-    row, plain = _step(file, model, method)
-    return f"{row['peak_gib'] / plain['peak_gib']:.2f}"
+    return _ratio(file, model, method, "peak")
 
 
 def host(file: str, model: str, method: str) -> str:
-    """The share of a step that the CPU needs to send it off."""
-    row, _ = _step(file, model, method)
+    """What the CPU needs to send a step off, of the time that the step takes."""
+    row = tables.rows(model, file)[method]
     return f"{row['host_ms'] / row['step_ms']:.2f}"
 
 
 def compiling(file: str, model: str, method: str) -> str:
-    return f"{_step(file, model, method)[0]['compile_s']:.0f} s"
+    return f"{tables.rows(model, file)[method]['compile_s']:.0f} s"
 
 
 def measured(model: str, method: str) -> str:
     """What `halfback bench` found of a method on a GPU, or that it has not yet."""
-    path = tables.RESULTS / "bench.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    steps = [r for r in rows if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r]
-    found = [r for r in steps if (r["model"], r["method"]) == (model, method)]
-    if not found:
+    row = tables.rows(model, "bench").get(method)
+    if row is None:
         return "We have not measured it yet."
-    row = found[-1]
     return f"On {row['about']} it took {row['peak_ratio']:.2f} of the memory and {row['time_ratio']:.2f} of the time here."
 
 
@@ -314,8 +310,7 @@ def examples() -> str:
 
 MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least)
 MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
-TABLES = {name: make if tables.OPTIONAL.get(name, ROOT).exists() else str for name, make in tables.TABLES.items()}
-MAKERS: dict[str, Callable[..., str]] = {**TABLES, **{f.__name__: f for f in MADE}}
+MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
 
 
 def page(text: str) -> str:

@@ -4,9 +4,10 @@ The compiler decides itself what a compiled model holds, with the whole graph be
 reads, though: gelu(x) is held beside x. So Lean marks cheap functions as ones to compute again (torch's checkpoint around a single
 function is such a mark, and costs nothing else), and the compiler fuses that with what it computes anyway.
 
-DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole. There is no ledger to
-tell who else holds a layer's input, so a store takes it where nobody can: after a ReLU that follows no norm, and after an activation that
-keeps a code of its derivative. Random selections are left exact: a graph would draw the same ones in every step.
+DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole, but for elementwise
+ones, which it fuses with what is around them. There is no ledger to tell who else holds a layer's input, so a store takes it where nobody
+can: after a ReLU that follows no norm, and after an activation that keeps a code of its derivative. Random selections are left exact: a
+graph would draw the same ones in every step.
 """
 
 from __future__ import annotations

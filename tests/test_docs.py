@@ -34,11 +34,24 @@ def test_what_is_made_is_what_is_committed():
 
 
 def test_a_part_that_nobody_makes_is_an_error():
-    place = "so <!-- time: sbp; ViT-B/16; plain -->{}<!-- /time --> it is"
+    place = "so <!-- time: bench; vit-b; plain -->{}<!-- /time --> it is"
     assert make.page(place.format("5")) == place.format("1.00")
     for text in ("<!-- nothing -->\n<!-- /nothing -->", "<!-- models -->", "<!-- /models -->"):
         with pytest.raises(ValueError, match=r"Parts that nobody makes, or that do not begin or end: (nothing|models)"):
             make.page(text)
+
+
+def test_figures_of_a_benchmark_are_ratios_to_plain_training_of_the_same_kind_and_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(make.tables, "RESULTS", tmp_path)
+    plain, lean = ({"model": "a", "method": f"{m}, eager", "step_ms": t, "peak_gib": p} for m, t, p in (("plain", 10, 4), ("lean", 12, 1)))
+    rows = [plain, {**plain, "method": "plain", "step_ms": 5}, {**lean, "host_ms": 6, "compile_s": 3.4}]
+    (tmp_path / "old.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = "a", "lean, eager"
+    assert (make.time("old", *asked), make.memory("old", *asked), make.host("old", *asked)) == ("1.20", "0.25", "0.50")
+    assert make.compiling("old", *asked) == "3 s"
+    rows = [plain, {**lean, "time_ratio": 1.5, "peak_ratio": 0.75}]  # of another run than plain's last
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert (make.time("bench", *asked), make.memory("bench", *asked)) == ("1.50", "0.75")
 
 
 def test_what_a_benchmark_has_not_measured_is_said_to_be_unknown(tmp_path, monkeypatch):
