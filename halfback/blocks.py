@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -65,7 +65,7 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any) -> list[str]:
     """The names of the blocks that `layers` means."""
     names = [name for name, _ in blocks]
     kind = type(model).__name__
-    named = [] if isinstance(layers, str) or callable(layers) else _modules(model, layers)
+    named = [] if isinstance(layers, str) or callable(layers) else _modules(model, patterns_of(layers))
     if not names and not named:
         raise ValueError(
             f"apply_(): no blocks found in {kind}: none of its lists holds two modules of one class with a weight matrix and a norm. "
@@ -85,7 +85,7 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any) -> list[str]:
         chosen = [name for name, block in blocks if layers(name, block)]
         missing = [] if chosen else ["the function"]
     else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
+        patterns = patterns_of(layers)
         names = names if any(n in names for n in named) or not named else named
         chosen = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
         missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
@@ -94,6 +94,14 @@ def choose(model: nn.Module, blocks: Sequence[Named], layers: Any) -> list[str]:
             f"apply_(): layers={missing[0]!r} matches none of the {len(names)} blocks of {kind}. Blocks: {names[0]} ... {names[-1]}."
         )
     return chosen
+
+
+def patterns_of(wanted: Any, field: str = "layers") -> list[str]:
+    found = [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else list(wanted)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise ValueError(f"apply_(): {field}={wanted!r}: {pattern!r} is no name. Give names or patterns, as ['encoder.0', 'head.*'].")
+    return found
 
 
 def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -134,7 +142,7 @@ def shrinks(model: nn.Module, blocks: Sequence[Named]) -> dict[str, tuple[int, .
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Names of any modules that the patterns mean; each has to match."""
-    names = [name for name, _ in model.named_modules() if name]
+    names, patterns = [name for name, _ in model.named_modules() if name], patterns_of(patterns, "opaque")
     for p in patterns:
         if not any(fnmatch.fnmatchcase(name, p) for name in names):
             raise ValueError(f"apply_(): opaque={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import layers
+from .blocks import patterns_of
 from .compiled import Marking
 from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
@@ -76,7 +77,7 @@ def choose_layers(model: nn.Module, wanted: Any) -> list[str]:
         if not chosen:
             raise ValueError(f"apply_(): the function given as layers= chose none of the {len(usable)} layers of {kind}.")
         return chosen
-    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    patterns = patterns_of(wanted)
     for p in patterns:
         if any(fnmatch.fnmatchcase(n, p) for n in usable):
             continue

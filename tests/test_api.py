@@ -87,6 +87,10 @@ def unchanged(model):
         ),
         ((hb.SBP(), hb.Recompute(layers=["nothing"])), "matches none of the 3 blocks"),
         ((hb.SBP(layers=lambda name, module: False),), "matches none"),
+        ((hb.SBP(layers=range(2)),), r"layers=range\(0, 2\): 0 is no name. Give names or patterns, as"),
+        ((hb.SBP(), hb.Recompute(layers=3)), r"layers=3: 3 is no name"),
+        ((hb.SBP(opaque=(1,)),), r"opaque=\(1,\): 1 is no name"),
+        ((hb.DropIT(layers=[1]),), r"layers=\[1\]: 1 is no name"),
         ((hb.SBP(opaque=["nowhere"]),), "opaque='nowhere' matches no module"),
     ],
 )

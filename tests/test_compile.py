@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 import zoo
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import halfback as hb
+from halfback import hooks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
 STEPS = 20
@@ -84,6 +88,42 @@ def test_recomputation_changes_no_bit_of_a_compiled_gradient(name, mode):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         hb.apply_(model, method)
         assert all(torch.equal(g, without[k]) for k, g in compiled_gradients(model, batch).items())
+
+
+def graphs_of(model, batch):
+    """The forward and backward graphs, cut where inductor cuts them."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = []
+
+    def keep(graph, inputs):
+        found.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    cut = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=cut, decompositions=select_decomp_table())
+    zoo.loss(torch.compile(model, fullgraph=True, backend=backend), batch).backward()
+    return found
+
+
+def count(graph, *ops):
+    return sum(node.target in ops for node in graph.nodes)
+
+
+def test_recomputed_blocks_settle_what_is_dropped_and_hold_what_they_begin_with(monkeypatch):
+    def made():
+        torch._dynamo.reset()
+        model, batch = zoo.make("tv_vit", layers=3)
+        hb.apply_(model, hb.SBP(0.5), hb.Recompute())  # on the last two
+        return graphs_of(model, batch)
+
+    settle, products = torch.ops.halfback.settle.default, (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    forward, backward = made()
+    assert count(forward, settle) == 1  # what enters the first of the two
+    assert count(backward, settle) == 1 + 2  # its gradient, and those of what leaves each
+    monkeypatch.setattr(hooks, "held", lambda x: x)
+    assert count(backward, *products) < count(made()[1], *products), "a block is computed again for its output"
 
 
 def test_inductor_compiles():
