@@ -78,7 +78,7 @@ def selections(x: Tensor) -> Iterator[tuple[str, Callable, Callable]]:
 
 def elementwise(x: Tensor) -> Iterator[tuple[str, Callable, Callable]]:
     n, bits = x.numel(), reference.signs(x)
-    calls = [("signs", (x,)), ("pack_bits", (x > 0,)), ("unpack_bits", (bits, n)), ("gate", (x, bits, 1.25))]
+    calls = [("signs", (x,)), ("pack_bits", (x > 0,)), ("unpack_bits", (bits, n))]
     for width in (4, 8):
         edges, table = codes.table("gelu", width, "cuda")
         calls += [("quantise", (x, width, GROUP, None)), ("quantise", (x, width, GROUP, 3)), ("encode", (x, edges))]
@@ -129,9 +129,7 @@ def restoring(x: Tensor) -> Iterator[Row]:
 
 
 def others(x: Tensor) -> Iterator[Row]:
-    bits = fused.signs(x)
     yield "signs *", lambda: fused.signs(x)
-    yield "gate *", lambda: fused.gate(x, bits, 1.0)
     for width in (4, 8):
         held = fused.quantise(x, width)
         yield f"quantise {width} bits *", lambda w=width: fused.quantise(x, w)

@@ -306,11 +306,11 @@ class Enter(Hook):
         at = state.positions(self.name, source, grid, span > 1)
         if at.k == at.n:
             return x
-        if torch.compiler.is_compiling() and isinstance(module.__dict__.get("forward"), Recomputed):
-            x = held(x)
+        recomputed = torch.compiler.is_compiling() and isinstance(module.__dict__.get("forward"), Recomputed)
+        whole = settle(x) if recomputed else x
         if isinstance(state.method, SkipTokens):
-            return self.skip(x, at, axis, span)
-        return split(x, at, axis, span, TRUNK, state.site(self.name))
+            return self.skip(whole, at, axis, span)
+        return split(whole, at, axis, span, TRUNK, state.site(self.name))
 
     def place(self, x: Tensor) -> tuple[int, int]:
         """On which axes positions lie."""
@@ -378,7 +378,8 @@ def _keep_attention():
 
 @torch.library.custom_op("halfback::settle", mutates_args=())
 def settle(x: Tensor) -> Tensor:
-    """x, computed. The compiler does not look into it, and so moves nothing from one side of it to the other."""
+    """x, and in the backward its gradient, computed: the compiler does not look into this, so it moves nothing from one side of it to the
+    other. It would rather compute the whole block before the first of the chosen ones again than hold what enters them."""
     return x.clone()
 
 
@@ -387,34 +388,32 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+settle.register_autograd(lambda ctx, grad: settle(grad))
+
+
 class Settled(torch.autograd.Function):
-    """x, whose gradient is there before anything that comes after it in the backward pass; `held`: and which is held itself.
+    """x itself, with its gradient settled.
 
     The gradient of dropped positions is a sum over blocks of elementwise terms. Left to itself, the compiler makes one kernel of all of
-    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold. And rather than
-    hold what enters the first of the chosen blocks, it computes the whole block before it again, while this one's backward runs.
+    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, held: bool):
-        return settle(x) if held else x.view_as(x)
+    def forward(ctx, x: Tensor):
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return settle(grad), None
+        return settle(grad)
 
 
 def _settled(tree: Any) -> Any:
     """What a block returns, with the gradients of dropped positions settled."""
     if isinstance(tree, Streams) and tree.parts is not None and tree.dropped is not None:
-        return tree.like(tree.kept, Settled.apply(tree.dropped, False))
+        return tree.like(tree.kept, Settled.apply(tree.dropped))
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return type(tree)([_settled(x) for x in tree])
     return tree
-
-
-def held(x: Tensor) -> Tensor:
-    return Settled.apply(x, True)
 
 
 class Standin:

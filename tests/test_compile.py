@@ -122,7 +122,7 @@ def test_recomputed_blocks_settle_what_is_dropped_and_hold_what_they_begin_with(
     forward, backward = made()
     assert count(forward, settle) == 1  # what enters the first of the two
     assert count(backward, settle) == 1 + 2  # its gradient, and those of what leaves each
-    monkeypatch.setattr(hooks, "held", lambda x: x)
+    monkeypatch.setattr(hooks, "settle", lambda x: x)
     assert count(backward, *products) < count(made()[1], *products), "a block is computed again for its output"
 
 

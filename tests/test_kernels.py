@@ -52,11 +52,11 @@ def test_bits_are_little_endian_and_come_back(n):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
-def test_signs_and_gate_are_the_backward_of_relu(dtype):
+def test_signs_are_all_that_the_backward_of_relu_needs(dtype):
     x = drawn(101, dtype).requires_grad_()
     grad = drawn(102, dtype)[:101]
     torch.relu(x).backward(grad)
-    assert torch.equal(kernels.gate(grad, kernels.signs(x.detach()), 1.0), x.grad)
+    assert torch.equal(torch.where(kernels.unpack_bits(kernels.signs(x.detach()), x.numel()), grad, 0), x.grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_operators_pass_torchs_own_checks(bits):
     quantised, packed = reference.quantise(x, bits), reference.encode(x, edges)
     calls = {
         "select": (x, 0.2, 32), "restore": (values, mask, 130, 0.2, 32), "pack_bits": (x > 0,), "unpack_bits": (mask, 130), "signs": (x,),
-        "gate": (x, mask, 2.0), "quantise": (x, bits, 64, 5), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
+        "quantise": (x, bits, 64, 5), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
         "scale_by_code": (x, packed, table),
     }  # fmt: skip
     for name, args in calls.items():
@@ -174,8 +174,6 @@ def compare_elementwise(device):
             assert equal(fused.signs(x), reference.signs(x))
             assert equal(fused.pack_bits(mask), bits)
             assert equal(fused.unpack_bits(bits, n), mask)
-            if dtype in _rounded(device):
-                assert equal(fused.gate(x, bits, 1.25), reference.gate(x, bits, 1.25))
             for width in (4, 8):
                 edges, table = codes.table("gelu", width, device)
                 code = reference.encode(x, edges)
@@ -279,7 +277,6 @@ def test_the_others_compile_with_whole_loads(capability, dtype):
     whole = {"TILE": 2048, "warps": 4}
     built = [
         compiled(fused._pack, f"*{dtype} *u8 i32", capability, **whole),
-        compiled(fused._gate, f"*{dtype} *u8 *{dtype} fp32 i32", capability, **whole),
         compiled(fused._encode, f"*{dtype} *fp32 *u8 i32 i32", capability, BITS=4, **whole),
         compiled(fused._scale, f"*{dtype} *u8 *fp32 *{dtype} i32 i32", capability, BITS=4, **whole),
         compiled(fused._quantise, f"*{dtype} *u8 *bf16 i64 i32 i32", capability, BITS=4, G=64, NOISE=True, TINY=reference.TINY, **whole),

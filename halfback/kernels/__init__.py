@@ -21,7 +21,7 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "copy_rows", "dequantise", "encode", "gate", "normalise_channels", "normalise_rows", "pack_bits", "quantise",
+    "GROUP", "code_bits", "copy_rows", "dequantise", "encode", "normalise_channels", "normalise_rows", "pack_bits", "quantise",
     "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
 ]  # fmt: skip
 
@@ -94,11 +94,6 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
 @_elementwise
 def signs(x: Tensor) -> Tensor:
     return _at(x).signs(x)
-
-
-@_elementwise
-def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
-    return _at(grad).gate(grad, bits, scale)
 
 
 @_operator

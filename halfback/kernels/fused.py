@@ -438,13 +438,6 @@ def _unpack(bits, mask, n, TILE: tl.constexpr):
     tl.store(mask + first + i, _flags(bits, first, left, g).to(tl.int8), mask=i < left)
 
 
-@triton.jit
-def _gate(grad, bits, out, scale, n, TILE: tl.constexpr):
-    first, left, g, i = _tile(n, TILE)
-    through = tl.load(grad + first + i, mask=i < left, other=0).to(tl.float32) * scale
-    tl.store(out + first + i, tl.where(_flags(bits, first, left, g), through, 0.0).to(out.dtype.element_ty), mask=i < left)
-
-
 def signs(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:  # fp32 would round the smallest to zero
         return reference.signs(x)
@@ -461,14 +454,6 @@ def unpack_bits(bits: Tensor, n: int) -> Tensor:
     mask = bits.new_empty(n, dtype=torch.bool)
     _through(_unpack, n, bits, mask.view(torch.int8))
     return mask
-
-
-def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
-    if grad.dtype == torch.float64:
-        return reference.gate(grad, bits, scale)
-    out = torch.empty_like(grad)
-    _through(_gate, grad.numel(), grad, bits, out, float(scale))
-    return out
 
 
 def _through(kernel, n: int, *args, **options) -> None:

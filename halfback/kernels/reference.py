@@ -59,11 +59,6 @@ def signs(x: Tensor) -> Tensor:
     return pack_bits(~(x <= 0))
 
 
-def gate(grad: Tensor, bits: Tensor, scale: float) -> Tensor:
-    """grad * scale where the bit is set, else 0: the backward of ReLU and of dropout."""
-    return torch.where(unpack_bits(bits, grad.numel()), grad * scale, 0)
-
-
 def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """(codes, scales) of x, to the nearest point, or with a seed to one of the two beside it, by noise."""
     n, top = x.numel(), 2**bits - 1
