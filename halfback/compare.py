@@ -19,6 +19,7 @@ import copy
 import importlib
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -251,7 +252,7 @@ def screen(methods: list[str]) -> str:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Where and when: enough to tell two results apart."""
+    """Where and when: enough to tell two results apart. HALFBACK_COMMIT tells the commit where there is no repository."""
     home = Path(__file__).resolve().parents[1]
     try:
         done = subprocess.run(
@@ -267,7 +268,14 @@ def surroundings(device: str) -> dict[str, Any]:
     versions = {"halfback": __version__, "torch": torch.__version__, "python": platform.python_version()}
     threads = torch.get_num_threads()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "device": device, "device_name": name, "threads": threads, "versions": versions, "commit": commit}
+    return {
+        "date": date,
+        "device": device,
+        "device_name": name,
+        "threads": threads,
+        "versions": versions,
+        "commit": os.environ.get("HALFBACK_COMMIT") or commit,
+    }
 
 
 def made_of(device: str) -> dict[str, Any]:

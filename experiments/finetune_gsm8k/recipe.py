@@ -33,7 +33,7 @@ RECIPE = Recipe(
     base=Settings(
         model=f"{MODELS}:smollm2",
         data="tokens",
-        epochs=2,
+        epochs=1,
         batch=16,
         optimizer="adamw",
         lr=1e-4,
@@ -50,6 +50,6 @@ RECIPE = Recipe(
     against="exact",
     differs=("The weights come from a 4-bit file, made whole again.",),
     order=21,
-    minutes=15,
+    minutes=9,
     measure="test_loss",
 )

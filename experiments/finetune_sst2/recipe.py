@@ -31,7 +31,7 @@ RECIPE = Recipe(
     base=Settings(
         model=f"{MODELS}:minilm",
         data="tokens",
-        epochs=2,
+        epochs=1,
         batch=64,
         optimizer="adamw",
         lr=1e-4,
@@ -47,5 +47,5 @@ RECIPE = Recipe(
     seeds=(0, 1, 2, 3, 4),
     against="exact",
     order=20,
-    minutes=6,
+    minutes=4,
 )

@@ -44,7 +44,10 @@ def main(args: argparse.Namespace, say: Say = print) -> int:
         run.steps(work)
     for spec, rows in work if args.part != "step" else ():
         for row in rows:
-            run.alone(spec, row, args.part, asked_of(spec, row, args), {"fits": fits.told, "growth": growth.told}[args.part])
+            asked = asked_of(spec, row, args)
+            if args.part == "fits":
+                asked = fits.beside(asked, mine(spec, run, args.part))
+            run.alone(spec, row, args.part, asked, {"fits": fits.told, "growth": growth.told}[args.part])
     shown = [r for spec in specs for r in show(spec, run, args, say)]
     if len(promised := kept(r for r in shown if in_full(r))) > 1:
         say(f"\n{columns(promised, texts=1)}")
@@ -65,6 +68,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"bench needs matplotlib: {install('matplotlib')}.")
     if args.method and args.part != "step":
         raise ValueError(f"bench: --method is for --part step; --part {args.part} has its own.")
+    for name, value in (("--rooms", args.rooms), ("--largest", args.largest)):
+        if value and args.part != "fits":
+            raise ValueError(f"bench: {name} is for --part fits; this is --part {args.part}.")
 
 
 def at_once(device: str) -> int:
@@ -103,6 +109,10 @@ def chosen(spec: Spec, args: argparse.Namespace) -> list[Row]:
 def asked_of(spec: Spec, row: Row, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.part == "growth":
         return growth.asked_of(row)
+    return [a for a in _fits(spec, args) if args.largest in (None, "batch" if a["largest"] == "batch" else "sample")]
+
+
+def _fits(spec: Spec, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.device == "cpu":
         return fits.asked_of(spec, args.rooms or fits.CPU_ROOMS, args.rooms or fits.CPU_ROOMS[:1])
     has = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -129,12 +139,15 @@ def _outcome(line: dict[str, Any] | None) -> str:
     return f"failed: {line['failed']}" if "failed" in line else f"done {line['date']}"
 
 
+def mine(spec: Spec, run: Run, part: str) -> list[dict[str, Any]]:
+    """What is known of a model, here and at this commit."""
+    same = ("gpu", "torch", "commit", "device")
+    return newest([r for r in read(run.out) if r["model"] == spec.name and all(r.get(k) == run.here[k] for k in same)], part)
+
+
 def show(spec: Spec, run: Run, args: argparse.Namespace, say: Say) -> list[dict[str, Any]]:
     """The table of what is known of a model, here and at this commit, and its pictures; returned, too."""
-    own = [
-        r for r in read(run.out) if r["model"] == spec.name and all(r.get(k) == run.here[k] for k in ("gpu", "torch", "commit", "device"))
-    ]
-    found = newest(own, args.part)
+    found = mine(spec, run, args.part)
     if args.part == "step":
         found = [r for r in found if (r["batch"], r["size"]) == (spec.batch, spec.size)]
     if not found:
@@ -188,6 +201,9 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     add("--size", type=int, metavar="N", help="pixels a side of an image (default: the model's own)")
     add("--seq", type=int, metavar="N", help="tokens of a text (default: the model's own)")
     add("--rooms", type=float, nargs="+", metavar="GIB", help="of --part fits: memory to fit in, in GiB (default: 16 24 40 80)")
+    add(
+        "--largest", choices=("batch", "sample"), help="of --part fits: the largest batch, or at batch 1 the largest sample (default: both)"
+    )
     add("--out", type=Path, default=OUT, metavar="FILE", help="where rows are added, and pictures written beside (default: %(default)s)")
     add("--minutes", type=float, metavar="M", help="start no rows that would take longer; the same command goes on")
     add(

@@ -2,7 +2,8 @@
 cannot help, the largest image or the longest text.
 
 A step is forward, backward and AdamW's, in eager mode: every size would compile anew. The allocator is limited to the room less what CUDA
-itself takes. What is told was run, and a twentieth more was not possible.
+itself takes. What is told was run, and a thirtieth more was not possible. Larger samples take longer, attention's time with the square of
+the tokens, so at batch 1 a step is also timed of what checkpointing fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .work import Place, Step, Turn, give_memory_back
 
 ROOMS = (16.0, 24.0, 40.0, 80.0)  # GiB
 ALONE = (16.0, 24.0)  # at batch 1; attention's time grows with the square of what fits
-TIMED = 5
+TIMED, SECONDS = 5, 10.0  # steps; no more are begun after so long
+FINE = 30  # sought to a thirtieth
+MEASURE = "checkpointing"  # whose largest sample the others are timed at
 CPU_ROOMS = (0.02, 0.04)  # for tests
 CHUNKED = ("llama", "gpt2", "text")
 METHODS = (
@@ -58,8 +61,14 @@ def asked_of(spec: Spec, rooms: Sequence[float], alone: Sequence[float]) -> list
     return [*({"largest": "batch", "room_gib": r} for r in rooms), *sized]
 
 
+def beside(asked: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is asked, with the sample that checkpointing fits where that was `measured`."""
+    known = {(r["largest"], r["room_gib"]): r["at"] for r in measured if r["method"] == MEASURE and r["largest"] != "batch" and r.get("at")}
+    return [{**a, **({"timed_at": known[where]} if (where := (a["largest"], a["room_gib"])) in known else {})} for a in asked]
+
+
 def largest(fits: Callable[[int], bool], start: int, step: int, factor: float) -> int:
-    """The largest multiple of `step` that was seen to fit, to a twentieth; 0: none does. From the start on by a factor, up or down, until
+    """The largest multiple of `step` that was seen to fit, to a thirtieth; 0: none does. From the start on by a factor, up or down, until
     one fits and one does not, which are then bisected."""
 
     def times(n: int, by: float) -> int:
@@ -75,7 +84,7 @@ def largest(fits: Callable[[int], bool], start: int, step: int, factor: float) -
             low = n
         else:
             high = n
-    while high - low > max(step, low // 20):
+    while high - low > max(step, low // FINE):
         middle = times(low + high, 0.5)
         if fits(middle):
             low = middle
@@ -100,18 +109,23 @@ class Trial:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (room * GIB - CONTEXT) / total))
 
+    def first(self) -> tuple[int, int]:
+        """Two that are cheap to try."""
+        n = max(1, self.spec.batch // 8) if self.what == "batch" else self.spec.size * (4 if self.what == "size" else 2)
+        return n, 2 * n
+
     def start(self) -> tuple[int, float]:
         """Where to seek, and by which factor. Memory is linear in samples, tokens and pixels, so two that fitted tell about where."""
         power = 2 if self.what == "size" else 1
         known = sorted(self.seen)[-2:]
         if len(known) < 2:
-            return (max(known) if known else self.spec.batch // 8 if self.what == "batch" else self.spec.size), 2.0
+            return (max(known) if known else self.first()[0]), 2.0
         (a, b), (x, y) = known, (self.seen[n] for n in known)
         slope = (y - x) / (b**power - a**power)
         if slope <= 0:
             return b, 2.0
         guess = (b**power + (self.room * GIB - y) / slope) ** (1 / power) if self.room * GIB > y else b
-        return int(0.95 * guess), 1.1
+        return int(0.97 * guess), 1.05
 
     def at(self, n: int) -> Spec:
         return dataclasses.replace(self.spec, batch=n) if self.what == "batch" else dataclasses.replace(self.spec, batch=1, size=n)
@@ -121,7 +135,9 @@ class Trial:
         found = None
         try:
             found = self._trained(n, timed)
-        except RuntimeError as e:  # torch.OutOfMemoryError is one; others are told, as they end the search too
+        except RuntimeError as e:  # without memory libraries have errors of their own beside torch.OutOfMemoryError
+            if not (self.seen or isinstance(e, torch.OutOfMemoryError)):
+                raise  # that is not why
             self.why = next(iter(str(e).splitlines()), "")[:200]
             print(f"{self.what} {n}: {self.why}", flush=True)
         if found is None or self.what != "batch":
@@ -135,23 +151,27 @@ class Trial:
             self.step = Step(self.at(n), self.row, self.place, Turn(None))
             weights = [p for p in self.step.model.parameters() if p.requires_grad]
             self.optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=on_gpu)
+            for p in weights:  # its state is there before the first step, which then has the peak of any other
+                p.grad = torch.zeros_like(p)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.step.feed(self.at(n).batch)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         elif self._counted(n) > self.room * GIB:
             return None
-        times = []
-        for _ in range(2 + timed):
+        times: list[float] = []
+        while len(times) < 1 + timed and (len(times) < 2 or sum(times) < 1000 * SECONDS):  # the first to warm up
             began = time.perf_counter()
-            self.optimizer.zero_grad()
             self.step()
             self.optimizer.step()
+            self.optimizer.zero_grad()
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - began))
         if on_gpu:
             self.seen[n] = torch.cuda.max_memory_reserved() + CONTEXT
-        return percentiles(times[2:] or times)
+        return percentiles(times[1:] or times)
 
     def _counted(self, n: int) -> int:
         assert self.step is not None
@@ -170,26 +190,33 @@ def work(spec: Spec, row: Row, place: Place, given: dict[str, Any]) -> Iterator[
             trials[what] = Trial(spec, row, place, what)
         trial = trials[what]
         trial.limit(asked["room_gib"])
+        if not trial.seen:
+            all(trial.run(n) for n in trial.first())
         start, factor = trial.start()
         n = largest(lambda n, trial=trial: trial.run(n) is not None, start, 1 if what == "batch" else spec.step, factor)  # type: ignore[misc]
+        why = trial.why
         found = (trial.run(n, TIMED) if n else None) or {}
         at = trial.at(n) if n else spec
         per_s = 1000 * at.batch / found["step_ms"] if found else 0.0
         speed = {"tokens_per_s": per_s * at.size} if spec.unit == "tokens" else {"images_per_s": per_s}
-        yield {"at": n, "batch": at.batch if n else 0, "size": at.size, **found, **speed, "stopped_by": trial.why}
+        also = asked.get("timed_at", 0)
+        again = found if also == n else (trial.run(also, TIMED) or {}) if also and found else {}
+        more = {"step_ms_there": again["step_ms"]} if again else {}
+        yield {"at": n, "batch": at.batch if n else 0, "size": at.size, **found, **speed, **more, "stopped_by": why}
 
 
 def told(line: dict[str, Any]) -> str:
     speed = f"{line['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in line else f"{line['images_per_s']:.1f} images/s"
-    return f"{line['room_gib']:g} GiB: largest {line['largest']} {line['at']}, {speed}"
+    there = f", {line['step_ms_there']:.0f} ms a step at {line['timed_at']}" if "step_ms_there" in line else ""
+    return f"{line['room_gib']:g} GiB: largest {line['largest']} {line['at']}, {speed}{there}"
 
 
 def table(results: list[dict[str, Any]]) -> list[list[str]]:
-    cells = [["method", "room", "largest", "", "step ms", "a second"]]
+    cells = [["method", "room", "largest", "", "step ms", "a second", "step ms at what checkpointing fits"]]
     for r in results:
-        speed = r.get("tokens_per_s", r.get("images_per_s", 0.0))
-        shown = f"{r['step_ms']:.1f}" if "step_ms" in r else ""
+        speed = f"{r.get('tokens_per_s', r.get('images_per_s', 0.0)):.1f}"
+        shown, there = (f"{r[k]:.1f}" if k in r else "" for k in ("step_ms", "step_ms_there"))
         cells.append(
-            [("* " if r["ours"] else "  ") + r["method"], f"{r['room_gib']:g} GiB", r["largest"], str(r["at"]), shown, f"{speed:.1f}"]
+            [("* " if r["ours"] else "  ") + r["method"], f"{r['room_gib']:g} GiB", r["largest"], str(r["at"]), shown, speed, there]
         )
     return cells

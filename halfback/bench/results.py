@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,7 +28,7 @@ def here(device: str) -> dict[str, Any]:
         "device": device,
         "gpu": found["device_name"] if device == "cuda" else "none",
         "torch": torch.__version__,
-        "commit": os.environ.get("HALFBACK_COMMIT") or found["commit"] or "unknown",
+        "commit": found["commit"] or "unknown",
         "date": now(),
         "seed": 0,
     }

@@ -132,7 +132,6 @@ class Recorder:
             raise ValueError(f"Recorder.finish(): the result lacks {', '.join(missing)}. Needed: {', '.join(NEEDED)}.")
         s = self.settings
         found = surroundings(s.device)
-        found["commit"] = os.environ.get("HALFBACK_COMMIT") or found["commit"]
         curves = {name: [row.get(name) for row in self.rows] for name in CURVES}
         whole = finite({"settings": s.to_json(), "seed": s.seed, "done": True, **result, **found, "curves": curves})
         summary(self.folder / "summary.csv", [{**whole, "name": self.folder.name, "method": method_of(s)}])

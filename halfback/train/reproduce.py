@@ -27,8 +27,9 @@ from typing import Any
 
 from .recipes import LOCAL, Recipe, Run, differing, find, finished, load, name_of, read_result, runs_folders
 from .record import check_drawing, write_json, write_text
-from .results import PAGE, collect, duration, listing, page, percent, told
+from .results import PAGE, TIMES, collect, duration, listing, page, percent, told
 from .settings import STOPPED
+from .timed import time_arms
 
 OUT = Path("out/runs")
 POLL, TELL, GRACE = 0.2, 60.0, 20.0  # seconds between looks, between lines of progress, and from SIGTERM to SIGKILL
@@ -268,9 +269,13 @@ def reproduce(
     into: Path | None = None,
     again: bool = False,
     keep: bool = False,
+    timed: bool = False,
     say: Say = print,
 ) -> int:
-    """Train what is missing, and collect. 0: all of it is there; 1: something failed; 75: time was over, and the next call goes on."""
+    """Train what is missing, and collect. 0: all of it is there; 1: something failed; 75: time was over, and the next call goes on.
+
+    `timed`: a few steps of each arm are timed instead, side by side only while they get ready.
+    """
     if side_by_side < 1 or (minutes is not None and not minutes > 0):
         raise ValueError(f"reproduce: side_by_side={side_by_side} and minutes={minutes} must be above 0.")
     check_drawing()
@@ -279,6 +284,8 @@ def reproduce(
     chosen = _chosen(recipe, only)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
     chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
+    if timed:
+        return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
     there = finished(recipe, folders, again=again)
     home = (out or OUT) / name_of(path)
     tasks = [Task(r, home / r.id, folders[-1] / f"{r.id}.json") for r in chosen if r.id not in there]
@@ -298,6 +305,17 @@ def reproduce(
         say(f"{len(pool.failed)} runs failed: {', '.join(t.run.id for t in pool.failed)}. The same command tries them again.")
         return 1
     return STOPPED if pool.left else 0
+
+
+def _time(path: Path, chosen: Sequence[Run], folder: Path, into: Path | None, at_once: int, say: Say) -> int:
+    arms = {r.arm.name for r in chosen}
+    say(f"{len(arms)} arms, a few steps of each.")
+    found = time_arms(chosen, folder / TIMES, at_once, say)
+    if found:
+        say(f"Written: {folder / TIMES}")
+    if found and finished(load(path), runs_folders(path, into)):
+        collect(path, into=into)
+    return int(len(found) < len(arms))
 
 
 def _chosen(recipe: Recipe, only: str | None) -> list[Run]:
@@ -320,7 +338,13 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     add("name", nargs="?", metavar="NAME", help="a folder of experiments/, or a path to a recipe.py")
     add("--list", action="store_true", help="the recipes, what they take, and what came out")
     add("--page", action="store_true", help=f"write {PAGE} from all results")
-    add("--side-by-side", type=int, default=1, metavar="N", help="trainings at a time; with more than one, times are not reported")
+    add(
+        "--side-by-side",
+        type=int,
+        default=1,
+        metavar="N",
+        help="trainings at a time; with more than one, times are not reported, see --time",
+    )
     add("--minutes", type=float, metavar="M", help="stop after so long; the same command goes on")
     add("--only", metavar="GLOBS", help="runs whose id, ARM_sSEED, matches one of these, as 'exact_s*,*-0.5_s0'")
     add("--data", metavar="DIR", help="where the data lies (default: as the recipe says)")
@@ -328,6 +352,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=OUT, metavar="DIR", help="where trainings run (default: %(default)s)")
     add("--into", type=Path, metavar="DIR", help="write results to DIR/NAME, not beside the recipe")
     add("--again", action="store_true", help="delete runs whose settings are not the recipe's any more, and train them anew")
+    add("--time", action="store_true", help="train nothing: time a few steps of each arm, one at a time on the device")
     add("--keep", action="store_true", help="keep checkpoints of runs that are done")
 
 
@@ -347,6 +372,7 @@ def main(args: argparse.Namespace, say: Say = print) -> int:
             into=args.into,
             again=args.again,
             keep=args.keep,
+            timed=args.time,
             say=say,
         )
     if args.list:

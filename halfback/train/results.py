@@ -1,6 +1,7 @@
 """What trainings gave: means, differences paired by seed, a figure, and a page.
 
-experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figure.png draws them
+experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figure.png draws them. Times of steps are of
+                                times.json, see timed.py, or where every run was alone on its device of the runs
 docs/results.md                 every results.json, as a page
 
 difference   d_s = arm_s - against_s for each seed s that both have: the same batches in the same order
@@ -21,12 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from ..report import readable, rows
-from .recipes import EXPERIMENTS, JUDGED, LOCAL, MEASURES, Arm, Recipe, Result, find, finished, load, name_of, recipes, runs_folders
+from .recipes import (
+    EXPERIMENTS,
+    JUDGED,
+    LOCAL,
+    MEASURES,
+    Arm,
+    Recipe,
+    Result,
+    differing,
+    find,
+    finished,
+    load,
+    name_of,
+    recipes,
+    runs_folders,
+)
 from .record import write_bytes, write_json, write_text
 from .settings import PATHS
 
 PAGE = Path("docs/results.md")
 MEMORY = "memory.png"  # beside figure.png
+TIMES = "times.json"
 PAIRED = ("top1", "top5", "train_loss", "test_loss")
 RATIOS = ("held", "peak", "step_ms")
 
@@ -93,7 +110,7 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     done = finished(recipe, folders)
     if not done:
         raise ValueError(f"{folders[0]} has no runs yet: halfback reproduce {name_of(path)} trains them.")
-    results = results_of(recipe, name_of(path), done)
+    results = results_of(recipe, name_of(path), done, times_of(recipe, folders))
     results["verdict"] = _verdict(recipe, results, path)
     write_json(folders[-1].parent / "results.json", results)
     shown = judged(results)
@@ -103,7 +120,18 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
 
 
-def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
+def times_of(recipe: Recipe, folders: Sequence[Path]) -> Result:
+    """What is known of the time of steps, of arms that still have the settings with which they were timed."""
+    found = [p for folder in reversed(folders) if (p := folder.parent / TIMES).exists()]
+    if not found:
+        return {"arms": {}}
+    told = json.loads(found[0].read_text(encoding="utf-8"))
+    now = {a.name: recipe.settings(a, told["seed"]) for a in recipe.arms}
+    same = {name: t for name, t in told["arms"].items() if name in now and not differing(now[name], t["settings"], found[0])}
+    return {**told, "arms": {name: {k: v for k, v in t.items() if k != "settings"} for name, t in same.items()}}
+
+
+def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Result) -> Result:
     runs = [done[r.id] for r in recipe.runs() if r.id in done]
     by_arm = {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm is a and r.id in done} for a in recipe.arms}
     versions = {k: sorted({r["versions"][k] for r in runs if k in r["versions"]}) for k in sorted({k for r in runs for k in r["versions"]})}
@@ -122,7 +150,8 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
         "runs": {"done": len(runs), "of": len(recipe.runs())},
         "base": {k: v for k, v in recipe.base.to_json().items() if k not in LOCAL},
         "changed": {k: v for k, v in recipe.base.changed().items() if k not in PATHS},
-        "arms": [_arm(recipe, a, by_arm) for a in recipe.arms],
+        "arms": [_arm(recipe, a, by_arm, times["arms"]) for a in recipe.arms],
+        "timed": {k: times[k] for k in ("device_name", "versions", "commit", "date", "seed") if k in times} or None,
         "devices": sorted({r["device_name"] for r in runs}),
         "versions": versions,
         "commits": sorted({r["commit"] for r in runs if r["commit"]}),
@@ -130,7 +159,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result]) -> Result:
     }
 
 
-def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]]) -> Result:
+def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], times: Mapping[str, Result]) -> Result:
     runs = by_arm[arm.name]
     values = {m: [r[m] for r in runs.values()] for m in MEASURES}
     spreads = {m: spread(v) for m, v in values.items()}
@@ -145,12 +174,13 @@ def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]]) -
         "values": values,
         **{k: {m: spreads[m][k] for m in MEASURES} for k in ("mean", "deviation", "interval")},
         "alone": bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
-        "against": None if against is None else _against(against, runs, by_arm[against]),
+        "time": times.get(arm.name),
+        "against": None if against is None else _against(against, runs, by_arm[against], *(times.get(n) for n in (arm.name, against))),
     }
 
 
-def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result]) -> Result:
-    """Ratios are of means over common seeds, on one device; of times only where every run was alone on it."""
+def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result], time: Result | None, its_time: Result | None) -> Result:
+    """Ratios are of means over common seeds, on one device; of times those that were timed, or the runs' where all were alone on it."""
     seeds = [s for s in ours if s in theirs]
     pairs = {m: paired({s: r[m] for s, r in ours.items()}, {s: r[m] for s, r in theirs.items()}) for m in PAIRED}
     used = [runs[s] for runs in (ours, theirs) for s in seeds]
@@ -161,6 +191,8 @@ def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result]
         mine, its = (spread([runs[s][m] for s in seeds])["mean"] for runs in (ours, theirs))
         if mine is not None and its and same and (alone or m != "step_ms"):
             ratio[m] = mine / its
+    if time and its_time:
+        ratio["step_ms"] = time["step_ms"] / its_time["step_ms"]
     return {"arm": name, "seeds": seeds, **pairs, "ratio": ratio}
 
 
@@ -220,10 +252,14 @@ def _size(arm: Result, results: Result, measure: str) -> str:
     if arm["against"] is not None:
         ratio = arm["against"]["ratio"][measure]
         return "" if ratio is None else f"{ratio:.2f}" + ("" if arm["against"]["arm"] == results["against"] else " †")
-    mean = arm["mean"][measure]
-    if mean is None or (measure == "step_ms" and not arm["alone"]):
+    mean = arm["time"]["step_ms"] if measure == "step_ms" and arm.get("time") else arm["mean"][measure]
+    if mean is None or (measure == "step_ms" and not (arm["alone"] or arm.get("time"))):
         return ""
     return f"{mean:.1f} ms" if measure == "step_ms" else readable(mean)
+
+
+def _speed(arm: Result, unit: str) -> str:
+    return f"{arm['time']['per_s']:,.0f}" if arm.get("time") and arm["time"]["unit"] == unit else ""
 
 
 TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
@@ -239,6 +275,8 @@ TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("held", lambda a, r: _size(a, r, "held")),
     ("peak", lambda a, r: _size(a, r, "peak")),
     ("step", lambda a, r: _size(a, r, "step_ms")),
+    ("samples/s", lambda a, r: _speed(a, "samples")),
+    ("tokens/s", lambda a, r: _speed(a, "tokens")),
 )
 
 
@@ -276,7 +314,7 @@ def _listed(path: Path) -> list[str]:
         done = finished(recipe, runs_folders(path, None))
     except ValueError as e:
         return ["–", "–", "", _short(str(e), 90), ""]
-    measured = _measured(results_of(recipe, name_of(path), done)) if done else ""
+    measured = _measured(results_of(recipe, name_of(path), done, {"arms": {}})) if done else ""
     minutes = "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
     return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, _short(recipe.title, 50), _short(recipe.paper, 70)]
 
@@ -308,8 +346,8 @@ edited by hand. `halfback reproduce NAME` trains a recipe anew.
 Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
 order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
 zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
-ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Times are left out where
-trainings ran side by side.
+ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings ran side by side, which
+says nothing of time: steps are timed apart, `halfback reproduce NAME --time`, one arm at a time, and left out where that was not done.
 """
 
 
@@ -390,10 +428,16 @@ def _made(r: Result) -> str:
     seeds = ", ".join(map(str, r["seeds"]))
     minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
     made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
-    commits = [re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", c) for c in r["commits"]]  # "-dirty" stays
+    commits = [_hash(c) for c in r["commits"]]
     made += f" Commit {', '.join(commits)}." if commits else ""
+    timed = r.get("timed")
+    made += f" Steps timed on {timed['device_name']}, {timed['date'][:10]}, commit {_hash(timed['commit'] or 'unknown')}." if timed else ""
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
     return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings of all arms: {_settings(base)}."
+
+
+def _hash(commit: str) -> str:
+    return re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", commit)  # "-dirty" stays
 
 
 def figure(results: Result, path: Path) -> None:
