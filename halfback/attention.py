@@ -9,6 +9,8 @@
 
 "qkv" rests on a property of fused attention: its backward needs of the forward only A and the log-sum-exp of each row. Given the
 kept Q, K, V and the LSE over *all* keys, the fused backward computes exactly the kept-by-kept block of dM = S * (dS - rowsum(dA * A)).
+Causal "query" rests on it too: rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are
+not held but put in as zeros, and the kernel's own causal order does without a mask of n x k.
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), n positions, k kept ones, d the head's width.
 """
@@ -37,7 +39,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
     if heads == groups:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
     if causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, True, scale=scale, enable_gqa=True)
     each = heads // groups
     rows = seen(torch.flatten)(unfold(q, 1, (groups, each)), 2, 3)
     if mask is not None and mask.shape[-2] != 1:
@@ -117,6 +119,9 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         value = value.like(value.kept, value.dropped.detach())
     ordered = is_causal or attn_mask is not None
     k, v = join(key, ordered), join(value, ordered)
+    fused = _fused(q.kept, v, attn_mask, dropout_p) if is_causal and k.shape[2] == q.at.n else None
+    if fused is not None:
+        return _kept_rows(fused, q, k, v, scale)
     kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
     kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
     dropped = sdpa(q.dropped.detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
@@ -130,9 +135,10 @@ def _skip(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) ->
         kept_mask = kept_mask.index_select(-1, q.at.kept)
     kept = sdpa(q.kept, k.kept, v.kept, kept_mask, dropout_p, causal, scale)
     dropped = None
-    if q.dropped is not None:
-        if causal:
-            _, dropped_mask = _mask_rows(None, True, q, q.at.n)
+    if q.dropped is not None and causal:
+        whole = sdpa(merge(q).detach(), merge(k).detach(), merge(v).detach(), None, dropout_p, True, scale)
+        dropped = whole.index_select(2, q.at.dropped)
+    elif q.dropped is not None:
         dropped = sdpa(q.dropped.detach(), merge(k).detach(), merge(v).detach(), dropped_mask, dropout_p, False, scale)
     return q.like(kept, dropped, role=BRANCH)
 
@@ -164,7 +170,7 @@ def _heads(q: Streams, k: Streams, v: Streams, mask, dropout_p, causal, scale) -
     return split(out, q.at, 2, 1, WHOLE, q.site)
 
 
-# "qkv": the fused backward with the LSE of full rows
+# "qkv", and causal "query": the fused backward with the LSE of full rows
 
 
 def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
@@ -221,10 +227,15 @@ def kept_attention(
     """Attention of all positions (q, k, v): A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept parts
     q1, k1, v1 alone; beside them the backward is given A and LSE of the kept rows: nothing of the dropped is held. It is one op, so
     that checkpointing can keep its result instead of running it twice."""
-    kept, n = q1.shape[2], q.shape[2]
     each = q.shape[1] // k.shape[1]
     out, lse = _forward(kernel, q, _repeat(k, each), _repeat(v, each), mask, causal, scale)
-    if causal or mask is not None:
+    return _parts(out, lse, q1, q, index if causal or mask is not None else None)
+
+
+def _parts(out: Tensor, lse: Tensor, q1: Tensor, q: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A of the kept, A of the dropped, and the LSE of the kept. Without an index kept ones come first."""
+    kept, n = q1.shape[2], q.shape[2]
+    if index is not None:
         out1, out0, lse1 = out.index_select(2, index[0, :kept]), out.index_select(2, index[0, kept:]), lse.index_select(2, index[0, :kept])
     else:
         out1, out0, lse1 = out.narrow(2, 0, kept), out.narrow(2, kept, n - kept), lse.narrow(2, 0, kept)
@@ -233,8 +244,12 @@ def kept_attention(
 
 @kept_attention.register_fake
 def _(q1, k1, v1, q, k, v, mask, index, kernel, causal, scale):
+    return _fake_parts(q1, v1, q)
+
+
+def _fake_parts(q1: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, kept = q1.shape[:3]
-    width = v1.shape[3]
+    width = v.shape[3]
     out1 = torch.empty_like(q1) if q1.shape[3] == width else q1.new_empty((batch, heads, kept, width))
     exact = torch.float64 if q1.dtype == torch.float64 else torch.float32
     out0 = q.narrow(2, 0, q.shape[2] - kept)
@@ -262,6 +277,44 @@ def _restore(ctx, grad, _, __):
 kept_attention.register_autograd(_restore, setup_context=_save)
 
 
+@torch.library.custom_op("halfback::row_attention", mutates_args=())
+def row_attention(
+    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, kernel: str, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of all positions: A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept queries
+    q1, and to all keys and values."""
+    each = q.shape[1] // k.shape[1]
+    out, lse = _forward(kernel, q, _repeat(k, each), _repeat(v, each), None, True, scale)
+    return _parts(out, lse, q1, q, index)
+
+
+@row_attention.register_fake
+def _(q1, k, v, q, index, kernel, scale):
+    return _fake_parts(q1, v, q)
+
+
+def _save_rows(ctx, inputs, output) -> None:
+    q1, k, v, _, index, kernel, scale = inputs
+    out1, _, lse1 = output
+    ctx.save_for_backward(q1, k, v, out1, lse1, index)
+    ctx.kernel, ctx.scale = kernel, scale
+
+
+def _restore_rows(ctx, grad, _, __):
+    q1, k, v, out1, lse1, index = ctx.saved_tensors
+    each, at = q1.shape[1] // k.shape[1], index[0, : q1.shape[2]]
+
+    def whole(x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:2], k.shape[2], *x.shape[3:]).index_copy(2, at, x)
+
+    rows = [whole(x) for x in (grad, q1, out1, lse1)]
+    dq, dk, dv = _backward(ctx.kernel, *rows[:2], _repeat(k, each), _repeat(v, each), *rows[2:], None, True, ctx.scale)
+    return dq.index_select(2, at), _fold(dk, each), _fold(dv, each), None, None, None, None
+
+
+row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
+
+
 def _repeat(x: Tensor, each: int) -> Tensor:
     return x if each == 1 else x.repeat_interleave(each, 1)
 
@@ -270,11 +323,24 @@ def _fold(x: Tensor, each: int) -> Tensor:
     return x if each == 1 else unfold(x, 1, (x.shape[1] // each, each)).sum(2)
 
 
+def _cast(x):
+    """As autocast would for attention."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x
+    dtype = torch.get_autocast_dtype(kind)
+    return TABLE["to"]("to", seen(Tensor.to), (x, dtype), {}) if isinstance(x, Streams) else seen(Tensor.to)(x, dtype)
+
+
+def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
+    q, k, v = _cast(q), _cast(k), _cast(v)
+    whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
+    kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, kernel, scale)
+    return q.like(kept, dropped.detach(), role=BRANCH)
+
+
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (TABLE["to"]("to", seen(Tensor.to), (x, dtype), {}) for x in (q, k, v))
+    q, k, v = _cast(q), _cast(k), _cast(v)
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))

@@ -87,8 +87,8 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _scaled(g: Tensor, factor: Tensor) -> Tensor:
-    """g times factor, and zero where g is, whatever the factor: where no target counts, it is 1 / 0."""
-    return torch.where(g == 0, 0, g.to(factor.dtype) * factor).to(g.dtype)
+    """g times factor, in one copy of g; zero if g is, whatever the factor: where no target counts, it is 1 / 0."""
+    return g * torch.where(g.any(), factor, 0)
 
 
 class _Gradients:
@@ -104,7 +104,9 @@ class _Gradients:
     def add(self, flowing: Tensor, part: Tensor, at: int) -> None:
         if self.x is not None:
             torch.mm(flowing, self.weight_itself, out=self.x[at : at + len(part)])
-        if self.weight is not None:
+        if self.weight is not None and self.weight.dtype == part.dtype:
+            self.weight.addmm_(flowing.t(), part)
+        elif self.weight is not None:
             self.weight += flowing.t() @ part
         if self.bias is not None:
             self.bias += flowing.sum(0)

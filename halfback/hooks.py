@@ -359,6 +359,7 @@ def _restored(tree: Any) -> Any:
 aten = torch.ops.aten
 ATTENTION = {
     torch.ops.halfback.kept_attention.default,
+    torch.ops.halfback.row_attention.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

@@ -12,6 +12,7 @@ from reference import Cut
 import halfback as hb
 from halfback import ops  # noqa: F401
 from halfback.attention import attend
+from halfback.memory import Peak
 from halfback.positions import Positions
 from halfback.streams import BRANCH, Site, merge, split
 
@@ -114,6 +115,7 @@ def test_the_op_is_what_compilers_expect():
     kept = [x.detach().index_select(2, at.kept).requires_grad_() for x in (q, k, v)]
     whole = [x.detach() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.halfback.kept_attention.default, (*kept, *whole, None, at.index, "cpu", True, None))
+    torch.library.opcheck(torch.ops.halfback.row_attention.default, (kept[0], k, v, whole[0], at.index, "cpu", None))
 
 
 @pytest.mark.parametrize("n, d, keep, query, qkv", [(196, 64, 0.5, 0.61, 0.33), (196, 64, 0.25, 0.42, 0.12)])
@@ -142,3 +144,18 @@ def test_equation_13_agrees_with_the_bytes_of_fused_attention(mode):
 def test_unknown_mode_is_named():
     with pytest.raises(ValueError, match="none of query, qkv, heads"):
         hb.attention_memory(1, 1, 0.5, "rows")
+
+
+@pytest.mark.parametrize("mode", ["query", "qkv", "heads"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_causal_attention_is_linear_in_tokens(mode, groups):
+    """No mask of n x n is made, in either pass."""
+
+    def peak(n):
+        xs = [torch.randn(1, h, n, 8, requires_grad=True) for h in (4, groups, groups)]
+        at = Positions.of(range(0, n, 2), (n,))
+        with Peak(*xs, at.index) as found:
+            run(mode, *xs, at, is_causal=True, enable_gqa=groups < 4).sum().backward()
+        return found.most
+
+    assert peak(2048) < 2.2 * peak(1024)

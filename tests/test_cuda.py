@@ -7,11 +7,12 @@ import itertools
 import warnings
 
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import nn
 
 import halfback as hb
-from halfback.attention import kept_attention
+from halfback.attention import kept_attention, row_attention
 from halfback.positions import Positions
 from halfback.stores import Channels, Elements, Layout, Rows
 
@@ -54,6 +55,7 @@ def autocast(name: str, mode: str) -> float:
 def check() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     check_kept_attention()
+    check_row_attention()
     for name in NAMES:
         for mode in MODES:
             found, again = difference(name, mode), difference(name, mode, (hb.Recompute(),))
@@ -120,6 +122,38 @@ def check_kept_attention() -> None:
             forward = (out1.double() - a.index_select(2, keep)).abs().max().item()
             print(f"kept attention {kernel} {dtype} causal={causal}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
             assert worst < allowed and parts[1].grad is None and parts[3].grad is None
+
+
+def check_row_attention() -> None:
+    """Causal attention with the gradient of kept queries, of all keys and values, against its definition; no mask is made."""
+    for dtype, kernel, allowed in ((torch.bfloat16, "flash", 3e-2), (torch.float32, "efficient", 5e-3)):
+        torch.manual_seed(0)
+        n, heads, groups = 197, 6, 2
+        at = Positions.of([0, *range(1, n, 2)], (n,))
+        index = at.index.cuda()
+        keep = index[0, : at.k]
+        q, k, v = (torch.randn(4, h, n, 64, device="cuda", dtype=dtype, requires_grad=True) for h in (heads, groups, groups))
+        out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, kernel, None)
+        weight = torch.randn(out1.shape, device="cuda", dtype=torch.float64)
+        (out1 * weight).sum().backward()
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        whole = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+        (whole.index_select(2, keep) * weight).sum().backward()
+        pairs = [(x.grad.double(), e.grad) for x, e in zip((q, k, v), exact, strict=True)]
+        worst = max(((g - w).norm() / w.norm()).item() for g, w in pairs)
+        forward = (out1.double() - whole.index_select(2, keep)).abs().max().item()
+        print(f"row attention {kernel} {dtype}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
+        assert worst < allowed and forward < 2e-2 and q.grad[:, :, index[0, at.k :]].abs().max() == 0
+    heads, groups, n = 32, 8, 16384
+    q, k, v = (torch.randn(1, h, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads, groups, groups))
+    at = Positions.of(list(range(0, n, 2)), (n,))
+    index = at.index.cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    row_attention(q.index_select(2, index[0, : at.k]), k, v, q.detach(), index, "flash", None)[0].sum().backward()
+    used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
+    print(f"row attention of {n} tokens: {used:.1f} times the queries", flush=True)
+    assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone
 
 
 def batch_norms() -> None:

@@ -2,8 +2,8 @@
 cannot help, the largest image or the longest text.
 
 A step is forward, backward and AdamW's, in eager mode: every size would compile anew. The allocator is limited to the room less what CUDA
-itself takes. What is told was run, and a thirtieth more was not possible. Larger samples take longer, attention's time with the square of
-the tokens, so at batch 1 a step is also timed of what checkpointing fits.
+itself takes, and has expandable segments. What is told was run, and a thirtieth more was not possible. Larger samples take longer,
+attention's time with the square of the tokens, so at batch 1 a step is also timed of what checkpointing fits.
 """
 
 from __future__ import annotations
@@ -169,9 +169,11 @@ class Trial:
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - began))
+        found = percentiles(times[1:] or times)
         if on_gpu:
             self.seen[n] = torch.cuda.max_memory_reserved() + CONTEXT
-        return percentiles(times[1:] or times)
+            found |= {"allocated_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+        return found
 
     def _counted(self, n: int) -> int:
         assert self.step is not None
@@ -193,9 +195,12 @@ def work(spec: Spec, row: Row, place: Place, given: dict[str, Any]) -> Iterator[
         if not trial.seen:
             all(trial.run(n) for n in trial.first())
         start, factor = trial.start()
-        n = largest(lambda n, trial=trial: trial.run(n) is not None, start, 1 if what == "batch" else spec.step, factor)  # type: ignore[misc]
+        step = 1 if what == "batch" else spec.step
+        n = largest(lambda n, trial=trial: trial.run(n) is not None, start, step, factor)  # type: ignore[misc]
         why = trial.why
-        found = (trial.run(n, TIMED) if n else None) or {}
+        found: dict[str, float] = {}
+        while n and not (found := trial.run(n, TIMED) or {}):  # some steps more than in the search, and one did not fit
+            n -= max(1, n // FINE // step) * step
         at = trial.at(n) if n else spec
         per_s = 1000 * at.batch / found["step_ms"] if found else 0.0
         speed = {"tokens_per_s": per_s * at.size} if spec.unit == "tokens" else {"images_per_s": per_s}

@@ -41,6 +41,8 @@ class Child:
         file = self.stem.with_suffix(".json")
         task(file, spec.name, row, place, **more)
         env = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}
+        if more.get("part") == "fits":  # as torch advises where memory is short; else what lies unused between tensors decides
+            env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **env}
         with self.stem.with_suffix(".log").open("w") as log:
             command = [sys.executable, "-m", "halfback.bench", str(file)]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)

@@ -31,6 +31,7 @@ from .sets import batches, order
 from .settings import Settings
 
 WARMUP, ROUNDS, STEPS = 5, 5, 6
+SECONDS = 5.0  # no round begins after so long
 POLL = 0.1  # seconds
 
 
@@ -44,11 +45,11 @@ def locked(path: Path, alone: bool) -> Iterator[None]:
 
 
 def time_steps(settings: Settings, lock: Path, home: Path) -> dict[str, Any]:
-    """The median over rounds of some steps each. Training goes on as usual, but saves and tests nothing."""
+    """The median over rounds of some steps each, fewer where they take long. Training goes on as usual, but saves and tests nothing."""
     with tuned():
         with locked(lock, alone=False):
             training = Training(settings, home, say=lambda text: None)
-            wanted = (WARMUP + ROUNDS * STEPS) * settings.batch
+            wanted = (WARMUP + 1 + ROUNDS * STEPS) * settings.batch
             data = training.data.train
             indices = order(len(data), settings.seed, 0).repeat(-(-wanted // len(data)))[:wanted]
             coming = batches(data, indices, settings.batch, epoch=0)
@@ -56,7 +57,9 @@ def time_steps(settings: Settings, lock: Path, home: Path) -> dict[str, Any]:
             _give_memory_back(training)
         with locked(lock, alone=True):
             _steps(training, coming, 1)  # memory is there again
-            times = [_steps(training, coming, n) / n for n in [STEPS] * (ROUNDS - 1) + [STEPS - 1]]
+            began, times = time.perf_counter(), list[float]()
+            while len(times) < ROUNDS and (not times or time.perf_counter() - began < SECONDS):
+                times.append(_steps(training, coming, STEPS) / STEPS)
     step = statistics.median(times)
     kept = {k: v for k, v in settings.to_json().items() if k not in LOCAL}
     size = settings.batch * (data.batch(torch.arange(1), epoch=0)[0].numel() if training.data.kind == "text" else 1)
