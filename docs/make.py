@@ -115,8 +115,24 @@ def _difference(experiment: str, name: str) -> dict:
     return _arm(experiment, name)["against"]["top1"]
 
 
-def _signed(x: float) -> str:
-    return f"{x:+.2f}".replace("-", "−")
+def _signed(x: float, digits: int = 2) -> str:
+    return f"{x:+.{digits}f}".replace("-", "−")
+
+
+def apart(experiment: str, name: str) -> str:
+    """The test loss of an arm less that of the arm it is compared with."""
+    return _signed(_arm(experiment, name)["against"]["test_loss"]["mean"], 3)
+
+
+def step(experiment: str, name: str) -> str:
+    """The time of a step of an arm, of exact training's."""
+    exact = _arm(experiment, _experiment(experiment)["against"])
+    return f"{_arm(experiment, name)['time']['step_ms'] / exact['time']['step_ms']:.1f}"
+
+
+def most(experiment: str, name: str) -> str:
+    """The peak of an arm, of the arm that it is compared with."""
+    return f"{_arm(experiment, name)['against']['ratio']['peak']:.2f}"
 
 
 def clear(experiment: str, of: str) -> str:
@@ -308,7 +324,7 @@ def examples() -> str:
     return "\n\n".join(parts)
 
 
-MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least)
+MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most)
 MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
 MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
 

@@ -356,15 +356,7 @@ def _restored(tree: Any) -> Any:
     return tree
 
 
-aten = torch.ops.aten
-ATTENTION = {
-    torch.ops.halfback.kept_attention.default,
-    torch.ops.halfback.row_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+ATTENTION = {torch.ops.halfback.kept_attention.default, torch.ops.halfback.row_attention.default}
 
 
 def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -372,8 +364,8 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def _keep_attention():
-    """In a compiled block the results of attention are kept: without its dropped rows they are small, and with them the
-    recomputation needs nothing of the dropped stream. In eager mode it would keep, and run, both streams."""
+    """In a compiled block the results of attention are kept that are computed of all queries at once: without dropped rows they are small,
+    and with them the recomputation needs none of the dropped queries. In eager mode it would keep, and run, both streams."""
     return create_selective_checkpoint_contexts(_policy)
 
 
