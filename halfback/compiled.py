@@ -12,6 +12,7 @@ graph would draw the same ones in every step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class Marking(TorchFunctionMode):
     def __init__(self, watch: Any):
         super().__init__()
         self.watch = watch
+        self.marked: set[Tensor] = set()  # outputs of marked functions
         self.normed: list[Tensor] = []  # outputs of norms
         self.alone: list[Tensor] = []  # outputs that nobody needs but the layers that read them
 
@@ -108,13 +110,19 @@ class Marking(TorchFunctionMode):
             if out is not None:
                 return out
         if name == "linear" and len(args) > 1 and args[0].ndim > 2 and not args[0].is_contiguous():
-            args = (checkpoint(Tensor.contiguous, args[0], use_reentrant=False), *args[1:])  # which it would do itself, unmarked
-        if name in AGAIN:
-            out = checkpoint(func, *args, use_reentrant=False, **kwargs)
-        else:
-            out = func(*args, **kwargs)
+            args = (self.again(Tensor.contiguous, args[:1], {}), *args[1:])  # which it would do itself, unmarked
+        out = self.again(func, args, kwargs) if name in AGAIN else func(*args, **kwargs)
         if name in NORMS:
             self.normed.append(out)
+        return out
+
+    def again(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Run a function, marked. What one marked function makes and another reads would be held, as what stands between two
+        checkpointed blocks is: silu(g) for silu(g) * u. Unless they are no neighbours, so views are put in between."""
+        args = tuple([a.unsqueeze(0).squeeze(0) if isinstance(a, Tensor) and a in self.marked else a for a in args])
+        out = checkpoint(func, *args, use_reentrant=False, **kwargs)
+        if out.requires_grad:  # not inside an autograd.Function, where nothing is held, nor may be noted
+            self.marked.add(out)
         return out
 
     def approximate(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:

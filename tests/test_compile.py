@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 
 import pytest
 import torch
@@ -90,20 +89,21 @@ def test_recomputation_changes_no_bit_of_a_compiled_gradient(name, mode):
         assert all(torch.equal(g, without[k]) for k, g in compiled_gradients(model, batch).items())
 
 
-def graphs_of(model, batch):
-    """The forward and backward graphs, cut where inductor cuts them."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+def cut_by_inductor(seen=lambda graph: None):
+    """A backend that cuts a graph into forward and backward where inductor cuts it, and runs both as they are."""
+    from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
 
-    found = []
-
     def keep(graph, inputs):
-        found.append(graph.graph)
+        seen(graph.graph)
         return make_boxed_func(graph.forward)
 
-    cut = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=cut, decompositions=select_decomp_table())
-    zoo.loss(torch.compile(model, fullgraph=True, backend=backend), batch).backward()
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition_fn, decompositions=select_decomp_table())
+
+
+def graphs_of(model, batch):
+    found = []
+    zoo.loss(torch.compile(model, fullgraph=True, backend=cut_by_inductor(found.append)), batch).backward()
     return found
 
 
@@ -124,6 +124,24 @@ def test_recomputed_blocks_settle_what_is_dropped_and_hold_what_they_begin_with(
     assert count(backward, settle) == 1 + 2  # its gradient, and those of what leaves each
     monkeypatch.setattr(hooks, "settle", lambda x: x)
     assert count(backward, *products) < count(made()[1], *products), "a block is computed again for its output"
+
+
+@pytest.mark.parametrize(("method", "kept", "dtype"), [("", 1, torch.float32), ("sbp(layers='all')", 0.5, torch.bfloat16)])
+def test_lean_holds_neither_norms_nor_what_a_gate_lets_through(method, kept, dtype):
+    def held(text):
+        torch._dynamo.reset()
+        model, batch = zoo.make("llama", layers=2)
+        model.to(dtype)
+        if text:
+            hb.apply_(model, *hb.parse(text))
+        fast = torch.compile(model, fullgraph=True, backend=cut_by_inductor())
+        return hb.held(model, lambda: zoo.loss(fast, batch)), model.config, batch["input_ids"].numel()
+
+    without, sizes, tokens = held(method)
+    width, inner = sizes.hidden_size, sizes.intermediate_size
+    # In each block the first norm, of all tokens, for keys and values, the second, and silu(gate) * up; and the norm after all blocks.
+    spared = tokens * (sizes.num_hidden_layers * (width + kept * (width + inner)) + width) * dtype.itemsize
+    assert held(f"{method}+lean".strip("+"))[0] <= without - spared
 
 
 def test_inductor_compiles():
