@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from halfback.bench.fits import MEASURE
 from halfback.bench.promises import kept
-from halfback.bench.results import AGAIN, in_full, note_of, read
+from halfback.bench.results import AGAIN, in_full, key, note_of, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -103,6 +104,61 @@ def promises_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *cells))
 
 
+def other_part(part: str) -> dict[str, list[dict]]:
+    """Each model's newest rows of --part fits or growth, on a GPU."""
+    latest = {(*key(r)[1:3], *key(r)[4:-4]): r for r in read(RESULTS / "bench.jsonl") if r["part"] == part and "failed" not in r}
+    found: dict[str, list[dict]] = {}
+    for r in latest.values():
+        if r["device"] == "cuda":
+            found.setdefault(r["model"], []).append(r)
+    return found
+
+
+def fits_table() -> str:
+    """Of each model the largest sample at batch 1, by room."""
+    out, seen = [], []
+    for of in other_part("fits").values():
+        alone = [r for r in of if r["largest"] != "batch" and r["at"]]
+        for room in dict.fromkeys(r["room_gib"] for r in alone):
+            shown = [r for r in alone if r["room_gib"] == room]
+            peer = next((r for r in shown if r["method"] == MEASURE), None)
+            if peer is None:
+                continue
+            head = ["| | largest | tokens, of checkpointing's | step there, of checkpointing's |", "|---|---|---|---|"]
+            out += [f"{peer['about']}, batch 1, {room:g} GiB:", "", *head, *(fits_row(r, peer) for r in shown), ""]
+            seen += shown
+    days = " to ".join(dict.fromkeys(sorted(r["date"][:10] for r in seen)))
+    return "\n".join([*out, f"A step is forward, backward and AdamW's, eager, weights in bf16, on one {seen[0]['gpu']}; {days}."])
+
+
+def fits_row(r: dict, peer: dict) -> str:
+    pixels = r["unit"] == "images"
+    ratio = (r["at"] / peer["at"]) ** (2 if pixels else 1)
+    there = r.get("step_ms_there", r["step_ms"] if r is peer else None)
+    name = f"**`{r['text']}`**" if r["ours"] else r["method"]
+    time = "" if there is None else f"{there / peer['step_ms']:.2f}"
+    return f"| {name} | {r['at']} {'pixels a side' if pixels else 'tokens'} | {ratio:.2f} | {time} |"
+
+
+def growth_table() -> str:
+    """By which power the peak grows."""
+    out, seen = [], []
+    for of in other_part("growth").values():
+        swept = [what for what in ("batch", "tokens", "depth") if any(r["swept"] == what for r in of)]
+        spans = [next(r["points"] for r in of if r["swept"] == what) for what in swept]
+        head = [f"{what} {points[0]['at']:g} to {points[-1]['at']:g}" for what, points in zip(swept, spans, strict=True)]
+        out += [f"{of[0]['about']}:", "", f"| | {' | '.join(head)} | bytes a token |", "|---" * (len(head) + 2) + "|"]
+        for text in dict.fromkeys(r["text"] for r in of):
+            rows = {r["swept"]: r for r in of if r["text"] == text}
+            powers = [f"{rows[what]['peak_exponent']:.2f}" if what in rows else "" for what in swept]
+            last = rows["batch"]["points"][-1]["bytes_per_token"]
+            out.append(f"| {'plain' if text == 'plain' else f'**`{text}`**'} | {' | '.join(powers)} | {last:,.0f} |")
+        out.append("")
+        seen += of
+    days = " to ".join(dict.fromkeys(sorted(r["date"][:10] for r in seen)))
+    return "\n".join([*out, f"Exponents of the peak, by least squares of logarithms: 1 is linear. Eager, one {seen[0]['gpu']}; {days}."])
+
+
 def digits_table() -> str:
     data = json.loads((RESULTS / "compare_digits.json").read_text())
     out = ["| | accuracy | held | peak |", "|---|---|---|---|"]
@@ -186,6 +242,8 @@ MODELS = {"ViT-B/16": "at batch 256", "ConvNeXt-T": "at batch 256", "GPT-2": "at
 TABLES: dict[str, Callable[..., str]] = {
     "bench": bench_table,
     "promises": promises_table,
+    "fits": fits_table,
+    "growth": growth_table,
     "dropit": dropit_table,
     "digits": digits_table,
     "depth": depth_table,
