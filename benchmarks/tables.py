@@ -120,21 +120,24 @@ def fits_table() -> str:
     for of in other_part("fits").values():
         alone = [r for r in of if r["largest"] != "batch" and r["at"]]
         for room in dict.fromkeys(r["room_gib"] for r in alone):
-            shown = [r for r in alone if r["room_gib"] == room]
-            peer = next((r for r in shown if r["method"] == MEASURE), None)
+            peer = next((r for r in alone if r["room_gib"] == room and r["method"] == MEASURE), None)
             if peer is None:
                 continue
+            shown = [r for r in alone if all(r[k] == peer[k] for k in ("room_gib", "gpu", "torch", "commit"))]
             head = ["| | largest | tokens, of checkpointing's | step there, of checkpointing's |", "|---|---|---|---|"]
             out += [f"{peer['about']}, batch 1, {room:g} GiB:", "", *head, *(fits_row(r, peer) for r in shown), ""]
             seen += shown
     days = " to ".join(dict.fromkeys(sorted(r["date"][:10] for r in seen)))
-    return "\n".join([*out, f"A step is forward, backward and AdamW's, eager, weights in bf16, on one {seen[0]['gpu']}; {days}."])
+    commits = ", ".join(dict.fromkeys(r["commit"][:10] for r in seen))
+    return "\n".join(
+        [*out, f"A step is forward, backward and AdamW's, eager, weights in bf16, on one {seen[0]['gpu']}; {days}, commit {commits}."]
+    )
 
 
 def fits_row(r: dict, peer: dict) -> str:
     pixels = r["unit"] == "images"
     ratio = (r["at"] / peer["at"]) ** (2 if pixels else 1)
-    there = r.get("step_ms_there", r["step_ms"] if r is peer else None)
+    there = r["step_ms"] if r is peer else r["step_ms_there"] if r.get("timed_at") == peer["at"] else None
     name = f"**`{r['text']}`**" if r["ours"] else r["method"]
     time = "" if there is None else f"{there / peer['step_ms']:.2f}"
     return f"| {name} | {r['at']} {'pixels a side' if pixels else 'tokens'} | {ratio:.2f} | {time} |"

@@ -107,8 +107,10 @@ def top1(experiment: str, name: str) -> str:
 
 
 def interval(experiment: str, name: str) -> str:
-    low, high = _difference(experiment, name)["interval"]
-    return f"{_signed(low)} to {_signed(high)}"
+    """Of what the experiment is judged by."""
+    measure = _experiment(experiment)["measure"]
+    low, high = _arm(experiment, name)["against"][measure]["interval"]
+    return " to ".join(_signed(x, 2 if measure == "top1" else 3) for x in (low, high))
 
 
 def _difference(experiment: str, name: str) -> dict:

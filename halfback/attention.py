@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .notes import note
+from .notes import constant, note
 from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
@@ -38,9 +38,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
         mask = mask.unsqueeze(0)
     if heads == groups:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
-    if causal:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, True, scale=scale, enable_gqa=True)
     each = heads // groups
+    if causal:  # without copies of keys, and without a map of n x n, where a kernel takes fewer heads of keys
+        grouped = _fused(q, v, None, dropout_p) in ("flash", "cpu")
+        k, v = (k, v) if grouped else (_repeat(k, each), _repeat(v, each))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, True, scale=scale, enable_gqa=grouped)
     rows = seen(torch.flatten)(unfold(q, 1, (groups, each)), 2, 3)
     if mask is not None and mask.shape[-2] != 1:
         if mask.ndim == 4 and mask.shape[1] == heads:
@@ -119,7 +121,8 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         value = value.like(value.kept, value.dropped.detach())
     ordered = is_causal or attn_mask is not None
     k, v = join(key, ordered), join(value, ordered)
-    fused = _fused(q.kept, v, attn_mask, dropout_p) if is_causal and k.shape[2] == q.at.n else None
+    alike = k.shape[:3] == v.shape[:3] and k.shape[0] == q.shape[0] and k.shape[2] == q.at.n and q.shape[1] % k.shape[1] == 0
+    fused = _fused(q.kept, v, attn_mask, dropout_p) if is_causal and alike else None
     if fused is not None:
         return _kept_rows(fused, q, k, v, scale)
     kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
@@ -180,9 +183,26 @@ def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str |
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
-    if mask is None and dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if mask is not None or dtype == torch.float64 or q.shape[-1] % 8:
+        return None
+    widest, bf16 = _gpu(q.device.index or 0)
+    if dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= widest:
         return "flash"
-    return "efficient" if mask is None and dtype != torch.float64 and q.shape[-1] % 8 == 0 else None
+    return "efficient" if bf16 or dtype != torch.bfloat16 else None
+
+
+@constant
+def _gpu(index: int) -> tuple[int, bool]:
+    """The widest head that flash attention goes back through on this GPU, and whether it has bf16. Without one, as in counting, one that
+    has both."""
+    if not torch.cuda.is_available():
+        return 256, True
+    capability = torch.cuda.get_device_capability(index)
+    if capability < (8, 0):
+        return 0, False
+    if not torch.backends.cuda.is_flash_attention_available():
+        return 0, True
+    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192, True
 
 
 def _forward(kernel: str, q, k, v, mask, causal: bool, scale) -> tuple[Tensor, Tensor]:
@@ -333,7 +353,7 @@ def _cast(x):
 
 
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
-    q, k, v = _cast(q), _cast(k), _cast(v)
+    q, k, v = _cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (_cast(k), _cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
     kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, kernel, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)

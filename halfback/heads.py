@@ -87,8 +87,9 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _scaled(g: Tensor, factor: Tensor) -> Tensor:
-    """g times factor, in one copy of g; zero if g is, whatever the factor: where no target counts, it is 1 / 0."""
-    return g * torch.where(g.any(), factor, 0)
+    """g times factor, in one copy of g; zero if g is, whatever the factor: where no target counts, it is 1 / 0. The factor has an axis, or
+    it would be rounded to g's dtype first."""
+    return torch.mul(g, torch.where(g.any(), factor, 0).reshape(1), out=torch.empty_like(g))
 
 
 class _Gradients:

@@ -109,6 +109,21 @@ def test_cross_attention_runs_on_kept_queries():
     assert grads(ours, q)[0][:, :, at.dropped].abs().max() == 0
 
 
+def test_causal_keys_that_are_not_split_may_lie_in_any_way():
+    """As of a convolution of the model's input: torch's own attention takes them, and so do kept queries."""
+    at = Positions.of([0, 2, 3, 7], (9,))
+    q, k, v = tensors(4, 4)
+    strided = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in (k, v)]
+    single = [x.detach()[:1].requires_grad_() for x in (k, v)]
+    for k, v in (strided, single):
+        ours = merge(attend(split(q, at, 2, 1, BRANCH, Site("b", 0, "query")), k, v, is_causal=True))
+        plain = F.scaled_dot_product_attention(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), is_causal=True)
+        assert torch.allclose(ours, plain, atol=1e-12)
+        keep = torch.zeros(9, dtype=torch.bool).index_fill(0, at.kept, True)[:, None]
+        for a, b in zip(grads(ours, q, k, v), grads(torch.where(keep, plain, plain.detach()), q, k, v), strict=True):
+            assert torch.allclose(a, b, atol=1e-12)
+
+
 def test_the_op_is_what_compilers_expect():
     at = Positions.of([0, 2, 3, 7], (9,))
     q, k, v = tensors(4, 2)

@@ -628,7 +628,11 @@ def test_steps_are_timed_apart_from_trainings(tmp_path, monkeypatch):
     code, said = ran("digits", side_by_side=2, timed=True)
     assert code == 1 and "broken was not timed, exit code 1" in said and "gone.py" in said and not (path.parent / "results.json").exists()
     times = json.loads((path.parent / "times.json").read_text())
-    assert list(times["arms"]) == ["exact", "lean"] and {"date", "device_name", "versions", "commit", "seed"} < set(times)
+    assert list(times["arms"]) == ["exact", "lean"] and {"date", "device_name", "versions", "commit"} < set(times)
+    (first, ended), (began, _) = sorted(arm["alone"] for arm in times["arms"].values())
+    assert first < ended <= began  # one at a time
+    with pytest.raises(ValueError, match="Leave --only out"):
+        ran("digits", timed=True, only="lean*")
     for arm in times["arms"].values():
         assert arm["least_ms"] <= arm["step_ms"] <= arm["most_ms"] and arm["unit"] == "samples"
         assert arm["per_s"] == pytest.approx(1000 * 64 / arm["step_ms"])

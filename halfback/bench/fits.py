@@ -23,7 +23,7 @@ from .work import Place, Step, Turn, give_memory_back
 
 ROOMS = (16.0, 24.0, 40.0, 80.0)  # GiB
 ALONE = (16.0, 24.0)  # at batch 1; attention's time grows with the square of what fits
-TIMED, SECONDS = 5, 10.0  # steps; no more are begun after so long
+TIMED, FEWEST, SECONDS = 5, 3, 10.0  # steps; no more than the fewest are begun after so long
 FINE = 30  # sought to a thirtieth
 MEASURE = "checkpointing"  # whose largest sample the others are timed at
 CPU_ROOMS = (0.02, 0.04)  # for tests
@@ -161,7 +161,7 @@ class Trial:
         elif self._counted(n) > self.room * GIB:
             return None
         times: list[float] = []
-        while len(times) < 1 + timed and (len(times) < 2 or sum(times) < 1000 * SECONDS):  # the first to warm up
+        while len(times) < 1 + timed and (len(times) < 1 + FEWEST or sum(times) < 1000 * SECONDS):  # the first to warm up
             began = time.perf_counter()
             self.step()
             self.optimizer.step()
@@ -169,7 +169,7 @@ class Trial:
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - began))
-        found = percentiles(times[1:] or times)
+        found = {**percentiles(times[1:] or times), "timed": len(times) - 1}
         if on_gpu:
             self.seen[n] = torch.cuda.max_memory_reserved() + CONTEXT
             found |= {"allocated_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}

@@ -284,6 +284,8 @@ def reproduce(
     chosen = _chosen(recipe, only)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
     chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
+    if timed and only is not None:
+        raise ValueError("reproduce: --time times all arms in one call, so that they can be compared. Leave --only out.")
     if timed:
         return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
     there = finished(recipe, folders, again=again)

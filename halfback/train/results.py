@@ -126,8 +126,9 @@ def times_of(recipe: Recipe, folders: Sequence[Path]) -> Result:
     if not found:
         return {"arms": {}}
     told = json.loads(found[0].read_text(encoding="utf-8"))
-    now = {a.name: recipe.settings(a, told["seed"]) for a in recipe.arms}
-    same = {name: t for name, t in told["arms"].items() if name in now and not differing(now[name], t["settings"], found[0])}
+    arms = {a.name: a for a in recipe.arms}
+    known = {name: (t, recipe.settings(arms[name], t["settings"]["seed"])) for name, t in told["arms"].items() if name in arms}
+    same = {name: t for name, (t, now) in known.items() if not differing(now, t["settings"], found[0])}
     return {**told, "arms": {name: {k: v for k, v in t.items() if k != "settings"} for name, t in same.items()}}
 
 
@@ -151,7 +152,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
         "base": {k: v for k, v in recipe.base.to_json().items() if k not in LOCAL},
         "changed": {k: v for k, v in recipe.base.changed().items() if k not in PATHS},
         "arms": [_arm(recipe, a, by_arm, times["arms"]) for a in recipe.arms],
-        "timed": {k: times[k] for k in ("device_name", "versions", "commit", "date", "seed") if k in times} or None,
+        "timed": {k: times[k] for k in ("device_name", "versions", "commit", "date") if k in times} or None,
         "devices": sorted({r["device_name"] for r in runs}),
         "versions": versions,
         "commits": sorted({r["commit"] for r in runs if r["commit"]}),
@@ -347,7 +348,7 @@ Figures are means ± standard deviation over seeds. For one seed all arms start 
 order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
 zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
 ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings ran side by side, which
-says nothing of time: steps are timed apart, `halfback reproduce NAME --time`, one arm at a time, and left out where that was not done.
+says nothing of time: steps are timed apart, `halfback reproduce NAME --time`, one arm at a time. Where that was not done, nothing is said.
 """
 
 

@@ -1,7 +1,7 @@
 """How long a step of each arm takes: a few steps of every arm, one arm at a time on the device, all in one call.
 
 Trainings side by side say nothing of time. So every arm gets ready in a process of its own, several at once, and the steps are timed by
-whoever has the lock alone: getting ready shares it.
+whoever has the lock alone: a process shares it from its start until it is ready.
 
     experiments/NAME/times.json   milliseconds a step, and samples or tokens a second, by arm
 """
@@ -35,31 +35,31 @@ SECONDS = 5.0  # no round begins after so long
 POLL = 0.1  # seconds
 
 
-@contextlib.contextmanager
-def locked(path: Path, alone: bool) -> Iterator[None]:
+def hold(lock: int, *, alone: bool) -> None:
+    """Wait for the lock, as one of several or alone. It ends with the process that has it."""
     import fcntl  # not on Windows
 
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
+    fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
 
 
-def time_steps(settings: Settings, lock: Path, home: Path) -> dict[str, Any]:
-    """The median over rounds of some steps each, fewer where they take long. Training goes on as usual, but saves and tests nothing."""
+def time_steps(settings: Settings, lock: int, home: Path) -> dict[str, Any]:
+    """The median over rounds of some steps each, fewer where they take long. Training goes on as usual, but saves and tests nothing.
+    The lock is shared when this begins."""
     with tuned():
-        with locked(lock, alone=False):
-            training = Training(settings, home, say=lambda text: None)
-            wanted = (WARMUP + 1 + ROUNDS * STEPS) * settings.batch
-            data = training.data.train
-            indices = order(len(data), settings.seed, 0).repeat(-(-wanted // len(data)))[:wanted]
-            coming = batches(data, indices, settings.batch, epoch=0)
-            _steps(training, coming, WARMUP)
-            _give_memory_back(training)
-        with locked(lock, alone=True):
-            _steps(training, coming, 1)  # memory is there again
-            began, times = time.perf_counter(), list[float]()
-            while len(times) < ROUNDS and (not times or time.perf_counter() - began < SECONDS):
-                times.append(_steps(training, coming, STEPS) / STEPS)
+        training = Training(settings, home, say=lambda text: None)
+        wanted = (WARMUP + 1 + ROUNDS * STEPS) * settings.batch
+        data = training.data.train
+        indices = order(len(data), settings.seed, 0).repeat(-(-wanted // len(data)))[:wanted]
+        coming = batches(data, indices, settings.batch, epoch=0)
+        _steps(training, coming, WARMUP)
+        _give_memory_back(training)
+        hold(lock, alone=True)
+        since = time.time()
+        _steps(training, coming, 1)  # memory is there again
+        began, times = time.perf_counter(), list[float]()
+        while len(times) < ROUNDS and (not times or time.perf_counter() - began < SECONDS):
+            times.append(_steps(training, coming, STEPS) / STEPS)
+        alone = [since, time.time()]
     step = statistics.median(times)
     kept = {k: v for k, v in settings.to_json().items() if k not in LOCAL}
     size = settings.batch * (data.batch(torch.arange(1), epoch=0)[0].numel() if training.data.kind == "text" else 1)
@@ -70,6 +70,7 @@ def time_steps(settings: Settings, lock: Path, home: Path) -> dict[str, Any]:
         "most_ms": 1000 * max(times),
         "per_s": size / step,
         "unit": unit,
+        "alone": alone,
         "settings": kept,
     }
 
@@ -124,21 +125,23 @@ def time_arms(runs: Sequence[Run], path: Path, at_once: int, say: Callable[[str]
     if found:
         about = surroundings(runs[0].settings.device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"arms": {r.arm.name: found[r.arm.name] for r in runs if r.arm.name in found}, "seed": runs[0].seed, **about})
+        write_json(path, {"arms": {r.arm.name: found[r.arm.name] for r in runs if r.arm.name in found}, **about})
     return found
 
 
 def _started(run: Run, home: Path) -> subprocess.Popen[bytes]:
+    """Its process, which has the lock from its first moment: none starts while another is timed."""
     write_json(home / f"{run.id}.json", run.settings.to_json())
-    with (home / f"{run.id}.log").open("w") as log:
-        command = [sys.executable, "-m", __name__, str(home), run.id]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    with (home / f"{run.id}.log").open("w") as log, (home / "lock").open("w") as lock:
+        hold(lock.fileno(), alone=False)
+        command = [sys.executable, "-m", __name__, str(home), run.id, str(lock.fileno())]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),))
 
 
-def main(home: Path, name: str) -> None:
+def main(home: Path, name: str, lock: int) -> None:
     settings = Settings.load(home / f"{name}.json")
-    write_json(home / f"{name}.out", time_steps(settings, home / "lock", home / name))
+    write_json(home / f"{name}.out", time_steps(settings, lock, home / name))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
