@@ -15,7 +15,7 @@ from pathlib import Path
 
 from halfback.bench.fits import MEASURE
 from halfback.bench.promises import kept
-from halfback.bench.results import AGAIN, in_full, key, note_of, read
+from halfback.bench.results import AGAIN, ASKED, in_full, note_of, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,13 +39,18 @@ def rows(model: str, file: str) -> dict[str, dict]:
     return {r["method"]: r for r in found if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r}
 
 
+def days(found: Collection[dict]) -> str:
+    """The day on which they were measured, or the first and the last."""
+    dates = sorted(r["date"][:10] for r in found)
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
+
+
 def measured_on(found: Collection[dict]) -> str:
     def all_of(key: str) -> str:
         return ", ".join(sorted({r[key] for r in found}))
 
-    days = sorted(r["date"][:10] for r in found)
     return (
-        f"Weights in bf16, one {all_of('gpu')}, torch {all_of('torch')}, {' to '.join(dict.fromkeys((days[0], days[-1])))}; "
+        f"Weights in bf16, one {all_of('gpu')}, torch {all_of('torch')}, {days(found)}; "
         "forward and backward; peak is `max_memory_allocated` above weights, gradients and batch."
     )
 
@@ -106,12 +111,9 @@ def promises_table() -> str:
 
 def other_part(part: str) -> dict[str, list[dict]]:
     """Each model's newest rows of --part fits or growth, on a GPU."""
-    latest = {(*key(r)[1:3], *key(r)[4:-4]): r for r in read(RESULTS / "bench.jsonl") if r["part"] == part and "failed" not in r}
-    found: dict[str, list[dict]] = {}
-    for r in latest.values():
-        if r["device"] == "cuda":
-            found.setdefault(r["model"], []).append(r)
-    return found
+    rows = [r for r in read(RESULTS / "bench.jsonl") if r["part"] == part and r["device"] == "cuda" and "failed" not in r]
+    latest = {(r["model"], r["method"], *(r[k] for k in ASKED[part])): r for r in rows}
+    return {model: [r for r in latest.values() if r["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)}
 
 
 def fits_table() -> str:
@@ -127,10 +129,9 @@ def fits_table() -> str:
             head = ["| | largest | tokens, of checkpointing's | step there, of checkpointing's |", "|---|---|---|---|"]
             out += [f"{peer['about']}, batch 1, {room:g} GiB:", "", *head, *(fits_row(r, peer) for r in shown), ""]
             seen += shown
-    days = " to ".join(dict.fromkeys(sorted(r["date"][:10] for r in seen)))
     commits = ", ".join(dict.fromkeys(r["commit"][:10] for r in seen))
     return "\n".join(
-        [*out, f"A step is forward, backward and AdamW's, eager, weights in bf16, on one {seen[0]['gpu']}; {days}, commit {commits}."]
+        [*out, f"A step is forward, backward and AdamW's, eager, weights in bf16, on one {seen[0]['gpu']}; {days(seen)}, commit {commits}."]
     )
 
 
@@ -158,8 +159,9 @@ def growth_table() -> str:
             out.append(f"| {'plain' if text == 'plain' else f'**`{text}`**'} | {' | '.join(powers)} | {last:,.0f} |")
         out.append("")
         seen += of
-    days = " to ".join(dict.fromkeys(sorted(r["date"][:10] for r in seen)))
-    return "\n".join([*out, f"Exponents of the peak, by least squares of logarithms: 1 is linear. Eager, one {seen[0]['gpu']}; {days}."])
+    return "\n".join(
+        [*out, f"Exponents of the peak, by least squares of logarithms: 1 is linear. Eager, one {seen[0]['gpu']}; {days(seen)}."]
+    )
 
 
 def digits_table() -> str:

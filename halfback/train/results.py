@@ -253,10 +253,11 @@ def _size(arm: Result, results: Result, measure: str) -> str:
     if arm["against"] is not None:
         ratio = arm["against"]["ratio"][measure]
         return "" if ratio is None else f"{ratio:.2f}" + ("" if arm["against"]["arm"] == results["against"] else " †")
-    mean = arm["time"]["step_ms"] if measure == "step_ms" and arm.get("time") else arm["mean"][measure]
-    if mean is None or (measure == "step_ms" and not (arm["alone"] or arm.get("time"))):
-        return ""
-    return f"{mean:.1f} ms" if measure == "step_ms" else readable(mean)
+    mean = arm["mean"][measure]
+    if measure == "step_ms":
+        step = arm["time"]["step_ms"] if arm.get("time") else mean if arm["alone"] else None
+        return "" if step is None else f"{step:.1f} ms"
+    return "" if mean is None else readable(mean)
 
 
 def _speed(arm: Result, unit: str) -> str:
@@ -347,8 +348,8 @@ edited by hand. `halfback reproduce NAME` trains a recipe anew.
 Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
 order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
 zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
-ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings ran side by side, which
-says nothing of time: steps are timed apart, `halfback reproduce NAME --time`, one arm at a time. Where that was not done, nothing is said.
+ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings that ran side by
+side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is given.
 """
 
 

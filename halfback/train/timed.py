@@ -96,8 +96,7 @@ def _give_memory_back(training: Training) -> None:
 
 def time_arms(runs: Sequence[Run], path: Path, at_once: int, say: Callable[[str], Any] = print) -> dict[str, Any]:
     """Every arm of `runs` with its first seed, written to `path` when all are known. What fails is told, and left out."""
-    first = {r.arm.name: r for r in reversed(runs)}
-    waiting = [r for r in runs if first[r.arm.name] is r]
+    waiting = [r for r in runs if r.seed == runs[0].seed]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="halfback-times-") as folder, contextlib.ExitStack() as stack:
         home = Path(folder)
