@@ -9,17 +9,22 @@
 
 "qkv" rests on a property of fused attention: its backward needs of the forward only A and the log-sum-exp of each row. Given the
 kept Q, K, V and the LSE over *all* keys, the fused backward computes exactly the kept-by-kept block of dM = S * (dS - rowsum(dA * A)).
-Causal "query" rests on it too: rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are
-not held but put in as zeros, and the kernel's own causal order does without a mask of n x k.
+Causal "query" rests on it too, and needs no mask of k x n. Where every s-th position is kept, a row's last s keys are its cell: the keys
+that stand at the same place of their cells are seen by rows in causal order, so s causal backwards of k x k do, each given the LSE over
+all keys. Elsewhere rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are not held but
+put in as zeros.
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), n positions, k kept ones, d the head's width.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .notes import constant, note
 from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
@@ -40,7 +45,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale)
     each = heads // groups
     if causal:  # without copies of keys, and without a map of n x n, where a kernel takes fewer heads of keys
-        grouped = _fused(q, v, None, dropout_p) in ("flash", "cpu")
+        grouped = _fused(q, v, None, dropout_p) in ("cudnn", "flash", "cpu")
         k, v = (k, v) if grouped else (_repeat(k, each), _repeat(v, each))
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, True, scale=scale, enable_gqa=grouped)
     rows = seen(torch.flatten)(unfold(q, 1, (groups, each)), 2, 3)
@@ -121,12 +126,16 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         value = value.like(value.kept, value.dropped.detach())
     ordered = is_causal or attn_mask is not None
     k, v = join(key, ordered), join(value, ordered)
-    alike = k.shape[:3] == v.shape[:3] and k.shape[0] == q.shape[0] and k.shape[2] == q.at.n and q.shape[1] % k.shape[1] == 0
-    fused = _fused(q.kept, v, attn_mask, dropout_p) if is_causal and alike else None
+    alike = _alike(q, k, v)
+    fused = _fused(q.kept, v, attn_mask, dropout_p) if is_causal and alike and k.shape[2] == q.at.n else None
     if fused is not None:
         return _kept_rows(fused, q, k, v, scale)
     kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
-    kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
+    kernel = _fused(q.kept, v, None, dropout_p) if alike and kept_mask is None and torch.compiler.is_compiling() else None
+    if kernel is not None:
+        kept = _steady(dense(q.kept), k, v, kernel, False, scale)
+    else:
+        kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
     dropped = sdpa(q.dropped.detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
     return q.like(kept, dropped, role=BRANCH)
 
@@ -182,52 +191,76 @@ def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str |
         return None
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
-    if mask is not None or dtype == torch.float64 or q.shape[-1] % 8:
+    if mask is not None or q.shape[-1] % 8:
         return None
-    widest, bf16 = _gpu(q.device.index or 0)
-    if dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= widest:
-        return "flash"
-    return "efficient" if bf16 or dtype != torch.bfloat16 else None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
+    return _chosen(q.device.index or 0, dtype, q.shape[-1])
 
 
 @constant
-def _gpu(index: int) -> tuple[int, bool]:
-    """The widest head that flash attention goes back through on this GPU, and whether it has bf16. Without one, as in counting, one that
-    has both."""
+def _chosen(index: int, dtype: torch.dtype, width: int) -> str | None:
+    """The kernel that torch would choose for heads of this width. Without a GPU, as in counting, flash."""
     if not torch.cuda.is_available():
-        return 256, True
-    capability = torch.cuda.get_device_capability(index)
-    if capability < (8, 0):
-        return 0, False
-    if not torch.backends.cuda.is_flash_attention_available():
-        return 0, True
-    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192, True
+        return None if dtype == torch.float64 else "efficient" if dtype == torch.float32 else "flash"
+    allowed = (
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+    )
+    return _choice(index, dtype, width, allowed, torch.are_deterministic_algorithms_enabled())
+
+
+@functools.lru_cache(maxsize=64)
+def _choice(index: int, dtype: torch.dtype, width: int, allowed: tuple[bool, ...], deterministic: bool) -> str | None:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        x = torch.empty((1, 1, 64, width), dtype=dtype, device=f"cuda:{index}", requires_grad=True)
+        return {1: "flash", 2: "efficient", 3: "cudnn"}.get(torch._fused_sdp_choice(x, x, x, None, 0.0, True))
+
+
+def _each(kernel: str, q: Tensor, k: Tensor) -> int:
+    """How often keys have to be repeated for a kernel: flash and cudnn take fewer heads of them."""
+    return 1 if kernel in ("flash", "cudnn") else q.shape[1] // k.shape[1]
 
 
 def _forward(kernel: str, q, k, v, mask, causal: bool, scale) -> tuple[Tensor, Tensor]:
     """A and its LSE."""
+    each = _each(kernel, q, k)
+    k, v = _repeat(k, each), _repeat(v, each)
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    if kernel == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+        return out, lse.view(q.shape[:3])
     out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
 def _backward(kernel: str, grad, q, k, v, out, lse, mask, causal: bool, scale) -> tuple[Tensor, Tensor, Tensor]:
+    each = _each(kernel, q, k)
+    k, v = _repeat(k, each), _repeat(v, each)
     if kernel == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-    if kernel == "flash":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    elif kernel == "flash":
         noise = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
-        return aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, noise, noise, scale=scale
         )
-    noise = torch.zeros((), dtype=torch.int64, device=q.device)
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32))
-    return aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, noise, noise, 0.0, [True, True, True, False], causal, scale=scale
-    )[:3]
+    elif kernel == "cudnn":
+        noise = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), noise, noise, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        )
+    else:
+        noise = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, noise, noise, 0.0, [True, True, True, False], causal, scale=scale
+        )
+    return dq, _fold(dk, each), _fold(dv, each)
 
 
 @torch.library.custom_op("halfback::kept_attention", mutates_args=())
@@ -247,8 +280,7 @@ def kept_attention(
     """Attention of all positions (q, k, v): A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept parts
     q1, k1, v1 alone; beside them the backward is given A and LSE of the kept rows: nothing of the dropped is held. It is one op, so
     that checkpointing can keep its result instead of running it twice."""
-    each = q.shape[1] // k.shape[1]
-    out, lse = _forward(kernel, q, _repeat(k, each), _repeat(v, each), mask, causal, scale)
+    out, lse = _forward(kernel, q, k, v, mask, causal, scale)
     return _parts(out, lse, q1, q, index if causal or mask is not None else None)
 
 
@@ -286,50 +318,118 @@ def _save(ctx, inputs, output) -> None:
 
 def _restore(ctx, grad, _, __):
     q, k, v, out, lse, mask, index = ctx.saved_tensors
-    each = q.shape[1] // k.shape[1]
     if mask is not None:
         kept = index[0, : q.shape[2]]
         mask = mask.index_select(2, kept).index_select(3, kept)
-    dq, dk, dv = _backward(ctx.kernel, grad, q, _repeat(k, each), _repeat(v, each), out, lse, mask, ctx.causal, ctx.scale)
-    return dq, _fold(dk, each), _fold(dv, each), None, None, None, None, None, None, None, None
+    return *_backward(ctx.kernel, grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale), *[None] * 8
 
 
 kept_attention.register_autograd(_restore, setup_context=_save)
 
 
+@torch.library.custom_op("halfback::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """torch's own attention, and its LSE. The compiler takes torch's op for a random one, for its dropout: where it is computed again, it
+    runs, in both passes, apart from all others and on copies."""
+    out, lse = _forward(kernel, q, k, v, None, causal, scale)
+    as_expected = out.stride() == torch.empty_like(q, device="meta").stride()
+    return out if as_expected else as_laid_out(out, q), lse.contiguous()
+
+
+@attention.register_fake
+def _(q, k, v, kernel, causal, scale):
+    out, _, lse = _fake_parts(q, v, q)
+    return out, lse
+
+
+def _save_all(ctx, inputs, output) -> None:
+    q, k, v, kernel, causal, scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.kernel, ctx.causal, ctx.scale = kernel, causal, scale
+
+
+def _restore_all(ctx, grad, _):
+    q, k, v, out, lse = ctx.saved_tensors
+    return *_backward(ctx.kernel, grad, q, k, v, out, lse, None, ctx.causal, ctx.scale), None, None, None
+
+
+attention.register_autograd(_restore_all, setup_context=_save_all)
+
+
 @torch.library.custom_op("halfback::row_attention", mutates_args=())
 def row_attention(
-    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, kernel: str, scale: float | None
+    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, stride: int, kernel: str, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of all positions: A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept queries
     q1, and to all keys and values."""
-    each = q.shape[1] // k.shape[1]
-    out, lse = _forward(kernel, q, _repeat(k, each), _repeat(v, each), None, True, scale)
+    out, lse = _forward(kernel, q, k, v, None, True, scale)
     return _parts(out, lse, q1, q, index)
 
 
 @row_attention.register_fake
-def _(q1, k, v, q, index, kernel, scale):
+def _(q1, k, v, q, index, stride, kernel, scale):
     return _fake_parts(q1, v, q)
 
 
 def _save_rows(ctx, inputs, output) -> None:
-    q1, k, v, _, index, kernel, scale = inputs
+    q1, k, v, _, index, stride, kernel, scale = inputs
     out1, _, lse1 = output
     ctx.save_for_backward(q1, k, v, out1, lse1, index)
-    ctx.kernel, ctx.scale = kernel, scale
+    ctx.stride, ctx.kernel, ctx.scale = stride, kernel, scale
 
 
 def _restore_rows(ctx, grad, _, __):
-    q1, k, v, out1, lse1, index = ctx.saved_tensors
-    each, at = q1.shape[1] // k.shape[1], index[0, : q1.shape[2]]
+    q, k, v, out, lse, index = ctx.saved_tensors
+    if ctx.stride and q.shape[2] > 2:  # no kernel has to take a single row
+        grads = _strided_backward(ctx.stride, index[0, 0], ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+    else:
+        grads = _zeros_backward(index[0, : q.shape[2]], ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+    return *grads, *[None] * 5
+
+
+def _zeros_backward(at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """Kept rows in their places, zeros in the others: as if nothing had been dropped."""
 
     def whole(x: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:2], k.shape[2], *x.shape[3:]).index_copy(2, at, x)
 
-    rows = [whole(x) for x in (grad, q1, out1, lse1)]
-    dq, dk, dv = _backward(ctx.kernel, *rows[:2], _repeat(k, each), _repeat(v, each), *rows[2:], None, True, ctx.scale)
-    return dq.index_select(2, at), _fold(dk, each), _fold(dv, each), None, None, None, None
+    dq, dk, dv = _backward(kernel, whole(grad), whole(q), k, v, whole(out), whole(lse), None, True, scale)
+    return dq.index_select(2, at), dk, dv
+
+
+def _strided_backward(s: int, first: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """Row i, at position s * i + first, sees the cells 0 ... i of the keys moved up, so that it is its own cell's last. Of cell 0 some
+    may stand before the beginning, so it is treated apart: k rows of s keys, written out."""
+    n, up = k.shape[2], s - 1 - first
+    order = torch.arange(n, device=k.device)
+    below = (order - up).clamp(min=0)
+    cells = [unfold(x.index_select(2, below), 2, (n // s, s)) for x in (k, v)]
+    dq, *dfirst = _first_cell(torch.arange(s, device=k.device) >= up, grad, q, cells[0][:, :, 0], cells[1][:, :, 0], out, lse, scale)
+    rows = [x[:, :, 1:] for x in (grad, q, out)]
+    lse = lse[:, :, 1:].contiguous()
+    rest, parts = dq[:, :, 1:], []
+    for j in range(s):
+        dq_j, *dkv = _backward(kernel, rows[0], rows[1], cells[0][:, :, 1:, j], cells[1][:, :, 1:, j], rows[2], lse, None, True, scale)
+        rest = rest + dq_j
+        parts.append(dkv)
+    zeros = k.new_zeros(*k.shape[:2], s, k.shape[3])  # those after the last row, which nobody sees
+    dk, dv = [
+        torch.cat((dfirst[i], torch.stack([p[i] for p in parts], 3).flatten(2, 3), zeros), 2).index_select(2, order + up) for i in (0, 1)
+    ]
+    return torch.cat((dq[:, :, :1], rest), 2), dk, dv
+
+
+def _first_cell(there: Tensor, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of attention to few keys, of which some are not there."""
+    groups = k.shape[1]
+    shape = groups, q.shape[1] // groups
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, grad, out, lse = unfold(q, 1, shape), unfold(grad, 1, shape), unfold(out, 1, shape), unfold(lse, 1, shape).unsqueeze(-1)
+    k, v = k.unsqueeze(2), v.unsqueeze(2)
+    p = torch.where(there, ((q @ k.mT).to(lse.dtype) * scale - lse).exp(), 0)
+    ds = p * ((grad @ v.mT).to(lse.dtype) - (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)) * scale
+    p, ds = p.to(q.dtype), ds.to(q.dtype)
+    return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
 
 
 row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
@@ -352,10 +452,28 @@ def _cast(x):
     return TABLE["to"]("to", seen(Tensor.to), (x, dtype), {}) if isinstance(x, Streams) else seen(Tensor.to)(x, dtype)
 
 
+def _steady(q: Tensor, k: Tensor, v: Tensor, kernel: str, causal: bool, scale) -> Tensor:
+    return torch.ops.halfback.attention(
+        *[x if x.stride(-1) == 1 else x.contiguous() for x in map(_cast, (q, k, v))], kernel, causal, scale
+    )[0]
+
+
+def steady(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """F.scaled_dot_product_attention by an op that is not random."""
+    if query.ndim != 4 or attn_mask is not None or not _alike(query, key, value) or (is_causal and query.shape[2] != key.shape[2]):
+        return NotImplemented
+    kernel = _fused(query, value, None, dropout_p)
+    return NotImplemented if kernel is None else _steady(query, key, value, kernel, is_causal, scale)
+
+
+def _alike(q: Tensor | Streams, k: Tensor, v: Tensor) -> bool:
+    return k.shape[:3] == v.shape[:3] and k.shape[0] == q.shape[0] and q.shape[1] % k.shape[1] == 0
+
+
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     q, k, v = _cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (_cast(k), _cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
-    kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, kernel, scale)
+    kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, q.at.stride, kernel, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 

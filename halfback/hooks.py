@@ -18,16 +18,18 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from . import ops  # noqa: F401  fills the table
+from .attention import multi_head, steady
 from .methods import SBP, SkipTokens
 from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
-from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, merge, merge_all, merge_parts, split, split_parts, tell_einops
+from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, find, merge, merge_all, merge_parts, split, split_parts, tell_einops
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
@@ -356,6 +358,20 @@ def _restored(tree: Any) -> Any:
     return tree
 
 
+class Steady(torch.overrides.TorchFunctionMode):
+    """While a recomputed block is being compiled: attention without dropout is no random function."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, out = kwargs or {}, NotImplemented
+        if func is F.scaled_dot_product_attention and find(args) is None and find(tuple(kwargs.values())) is None:
+            out = steady(*args, **kwargs)
+        elif func is F.multi_head_attention_forward and find(args) is None:  # inside which a mode is off
+            with self:
+                out = multi_head(*args, **kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+
+STEADY = Steady()
 ATTENTION = {torch.ops.halfback.kept_attention.default, torch.ops.halfback.row_attention.default}
 
 
@@ -458,11 +474,19 @@ class Recomputed(Standin):
         samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
         if samples > 1:
             return self.in_parts(samples, args, kwargs)
+        if torch.compiler.is_compiling():
+            _allow(True)
+            out = checkpoint(self.again, *args, use_reentrant=False, **kwargs)
+            _allow(False)
+            return out
         return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
 
     def again(self, *args, **kwargs):
         """The module's own forward; when it runs for the second time, in the backward, its buffers (statistics) stay as they are."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling():
+            with STEADY:
+                return self.plain(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
             return self.plain(*args, **kwargs)
         before = [(b, b.detach().clone()) for b in self.module.buffers() if not isinstance(b, FakeTensor)]
         try:

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import halfback as hb
 from halfback import hooks
+from halfback.bench.models import how
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
 STEPS = 20
@@ -124,6 +125,23 @@ def test_recomputed_blocks_settle_what_is_dropped_and_hold_what_they_begin_with(
     assert count(backward, settle) == 1 + 2  # its gradient, and those of what leaves each
     monkeypatch.setattr(hooks, "settle", lambda x: x)
     assert count(backward, *products) < count(made()[1], *products), "a block is computed again for its output"
+
+
+@pytest.mark.parametrize("name", ["tv_vit", "vit", "llama"])
+@pytest.mark.parametrize("methods", ["recompute", "sbp+recompute"])
+def test_attention_that_is_computed_again_is_no_random_function(name, methods):
+    """A random one is run apart from all others, on copies of what it reads."""
+    model, batch = zoo.make(name, layers=3)
+    if name == "llama":
+        model.config._attn_implementation = how()["attn_implementation"]
+    hb.apply_(model, *hb.parse(methods))  # SBP on the last two
+    forward, backward = graphs_of(model, batch)
+    ops = torch.ops.halfback
+    # Of causal order what all queries give at once is held instead: nothing of the dropped is computed again.
+    again = 1 if (name, methods) == ("llama", "sbp+recompute") else 3
+    assert count(forward, ops.attention.default) == count(backward, ops.attention.default) == again
+    assert count(forward, ops.row_attention.default) == 3 - again and count(backward, ops.row_attention.default) == 0
+    assert not [n for n in backward.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
 
 
 @pytest.mark.parametrize(("method", "kept", "dtype"), [("", 1, torch.float32), ("sbp(layers='all')", 0.5, torch.bfloat16)])

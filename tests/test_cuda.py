@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import warnings
 
 import torch
@@ -12,10 +13,11 @@ import zoo
 from torch import nn
 
 import halfback as hb
-from halfback.attention import kept_attention, row_attention
-from halfback.positions import Positions
+from halfback.attention import _chosen, kept_attention, row_attention
+from halfback.positions import Positions, draw
 from halfback.stores import Channels, Elements, Layout, Rows
 
+KERNELS = ("flash", "cudnn")
 MODES = ("query", "qkv", "heads")
 NAMES = ("vit", "bert", "llama", "gpt2", "convnext", "tv_vit")
 
@@ -54,6 +56,7 @@ def autocast(name: str, mode: str) -> float:
 
 def check() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    print("heads of 64 in bf16, fp32 and fp64:", [_chosen(0, d, 64) for d in (torch.bfloat16, torch.float32, torch.float64)], flush=True)
     check_kept_attention()
     check_row_attention()
     for name in NAMES:
@@ -92,7 +95,8 @@ def check() -> None:
 
 def check_kept_attention() -> None:
     """Attention of kept positions on this GPU's kernels against its definition."""
-    for dtype, kernel, allowed in ((torch.bfloat16, "flash", 3e-2), (torch.float32, "efficient", 5e-3)):
+    kinds = [(torch.bfloat16, kernel, 3e-2) for kernel in KERNELS] + [(torch.float32, "efficient", 5e-3)]
+    for dtype, kernel, allowed in kinds:
         for causal in (False, True):
             torch.manual_seed(0)
             n = 197
@@ -126,34 +130,48 @@ def check_kept_attention() -> None:
 
 def check_row_attention() -> None:
     """Causal attention with the gradient of kept queries, of all keys and values, against its definition; no mask is made."""
-    for dtype, kernel, allowed in ((torch.bfloat16, "flash", 3e-2), (torch.float32, "efficient", 5e-3)):
+    by_hand = Positions.of([0, *range(1, 197, 2)], (197,))
+    splits = [by_hand, *[draw(torch.tensor([0, step]), (196,), [1 / s])[0] for s in (2, 4) for step in range(3)]]
+    kinds = [(torch.bfloat16, kernel, 3e-2) for kernel in KERNELS] + [(torch.float32, "efficient", 5e-3)]
+    for (dtype, kernel, allowed), at, by_tokens in itertools.product(kinds, splits, (False, True)):
         torch.manual_seed(0)
-        n, heads, groups = 197, 6, 2
-        at = Positions.of([0, *range(1, n, 2)], (n,))
+        heads, groups = 6, 2
         index = at.index.cuda()
         keep = index[0, : at.k]
-        q, k, v = (torch.randn(4, h, n, 64, device="cuda", dtype=dtype, requires_grad=True) for h in (heads, groups, groups))
-        out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, kernel, None)
+        sizes = [(4, at.n, h, 64) if by_tokens else (4, h, at.n, 64) for h in (heads, groups, groups)]
+        leaves = [torch.randn(size, device="cuda", dtype=dtype, requires_grad=True) for size in sizes]
+        q, k, v = (x.transpose(1, 2) if by_tokens else x for x in leaves)
+        out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, at.stride, kernel, None)
         weight = torch.randn(out1.shape, device="cuda", dtype=torch.float64)
-        (out1 * weight).sum().backward()
+        found = torch.autograd.grad((out1 * weight).sum(), (q, k, v))
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         whole = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
-        (whole.index_select(2, keep) * weight).sum().backward()
-        pairs = [(x.grad.double(), e.grad) for x, e in zip((q, k, v), exact, strict=True)]
-        worst = max(((g - w).norm() / w.norm()).item() for g, w in pairs)
+        wanted = torch.autograd.grad((whole.index_select(2, keep) * weight).sum(), exact)
+        worst = max(((g - w).norm() / w.norm()).item() for g, w in zip(found, wanted, strict=True))
         forward = (out1.double() - whole.index_select(2, keep)).abs().max().item()
-        print(f"row attention {kernel} {dtype}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
-        assert worst < allowed and forward < 2e-2 and q.grad[:, :, index[0, at.k :]].abs().max() == 0
+        print(f"row attention {kernel} {dtype} stride {at.stride}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
+        assert worst < allowed and forward < 2e-2 and found[0][:, :, index[0, at.k :]].abs().max() == 0
     heads, groups, n = 32, 8, 16384
     q, k, v = (torch.randn(1, h, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads, groups, groups))
-    at = Positions.of(list(range(0, n, 2)), (n,))
-    index = at.index.cuda()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    row_attention(q.index_select(2, index[0, : at.k]), k, v, q.detach(), index, "flash", None)[0].sum().backward()
-    used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
-    print(f"row attention of {n} tokens: {used:.1f} times the queries", flush=True)
-    assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone
+    for at, kernel in itertools.product((Positions.of(list(range(0, n, 2)), (n,)), draw(torch.tensor([0, 0]), (n,), [0.5])[0]), KERNELS):
+        index = at.index.cuda()
+        rows = q.detach().index_select(2, index[0, : at.k]).requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out1, _, _ = row_attention(rows, k, v, q.detach(), index, at.stride, kernel, None)
+        weight, times = torch.randn_like(out1), []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            torch.autograd.grad(out1, (rows, k, v), weight, retain_graph=True)
+            torch.cuda.synchronize()
+            times.append(1000 * (time.perf_counter() - began))
+        used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
+        print(
+            f"row attention {kernel} of {n} tokens, stride {at.stride}: {used:.1f} times the queries, back in {min(times):.1f} ms",
+            flush=True,
+        )
+        assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone
 
 
 def batch_norms() -> None:
