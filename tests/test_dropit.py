@@ -429,9 +429,15 @@ def test_beside_sbp_the_kept_positions_are_stored(name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "method", ["lean", "dropit(keep=0.2, activation_bits=4)", "dropit(bits=4, activation_bits=4)", "sbp(layers='all')+lean"]
+    ("name", "method"),
+    [
+        *itertools.product(
+            ["tv_vit", "llama"],
+            ["lean", "dropit(keep=0.2, activation_bits=4)", "dropit(bits=4, activation_bits=4)", "sbp(layers='all')+lean"],
+        ),
+        ("tv_vit", "dropit(keep=0.2, of='rows', exact_first=False)"),
+    ],
 )
-@pytest.mark.parametrize("name", ["tv_vit", "llama"])
 def test_compiled_gradients_equal_eager_ones(name, method):
     torch._dynamo.reset()
     counters.clear()
