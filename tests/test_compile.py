@@ -167,6 +167,40 @@ def test_a_compiled_model_turns_exact_recomputed_and_back():
     assert counters["stats"]["unique_graphs"] == 2, "and the first one is used again"
 
 
+def eager_and_compiled(model, fast, batch):
+    """The gradients of one step each, with the same masks."""
+    found = []
+    for run in (model, fast):
+        model.zero_grad()
+        zoo.loss(run, batch).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return found
+
+
+def test_a_plain_models_graph_is_not_taken_for_one_with_methods():
+    model, batch = zoo.make("vit", layers=2)
+    fast = torch.compile(model, fullgraph=True, backend="eager")
+    exact, plain = eager_and_compiled(model, fast, batch)
+    torch.testing.assert_close(plain, exact)
+    hb.apply_(model, hb.SBP(layers="all", sampler="fixed"))
+    masked, found = eager_and_compiled(model, fast, batch)
+    torch.testing.assert_close(found, masked)
+    assert (found - exact).norm() > 0.01 * exact.norm()
+    hb.remove_(model)
+    torch.testing.assert_close(eager_and_compiled(model, fast, batch)[1], exact)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_every_keep_of_a_schedule_compiles_once():
+    model, batch = zoo.make("vit", layers=2)
+    hb.apply_(model, hb.SBP(layers="all", sampler="fixed", schedule=((0, 0.5), (0.5, 0.5), (0.5, 0.25))))
+    fast = torch.compile(model, fullgraph=True, backend="eager")
+    for done in (0, 0.25, 0.5, 0.75, 0):
+        hb.follow_(model, done)
+        torch.testing.assert_close(*eager_and_compiled(model, fast, batch))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_skip_tokens_compiles():
     model, batch = zoo.make("vit", layers=2)
     hb.apply_(model, hb.SkipTokens(0.5, layers="all"))
