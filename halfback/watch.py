@@ -185,6 +185,8 @@ class Watched(Standin):
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
+            if watch.draws():
+                note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
             with Marking(watch):
                 return self.plain(*args, **kwargs)
         with watch.open() as ledger:
