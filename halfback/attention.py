@@ -33,6 +33,24 @@ MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
 
 
+# As autocast would, where autograd sees it
+
+
+def run_dtype(x) -> torch.dtype:
+    """The dtype in which layers and attention run on x: autocast's, where it is on, but for fp64, which it leaves alone."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def cast(x):
+    """x, a tensor or Streams, in the dtype in which layers and attention run on it; None stays None."""
+    if x is None or x.dtype == run_dtype(x):
+        return x
+    return TABLE["to"]("to", seen(Tensor.to), (x, run_dtype(x)), {}) if isinstance(x, Streams) else seen(Tensor.to)(x, run_dtype(x))
+
+
 # Plain attention, in the forms needed here
 
 
@@ -189,11 +207,11 @@ def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str |
     """The kernel whose backward can be given its LSE, or None."""
     if dropout_p or v.shape[-1] != q.shape[-1] or (mask is not None and (mask.requires_grad or (mask.dtype == torch.bool and q.is_cuda))):
         return None
+    dtype = run_dtype(q)
     if not q.is_cuda:
-        return "cpu" if q.device.type == "cpu" and q.dtype != torch.float16 else None
+        return "cpu" if q.device.type == "cpu" and dtype != torch.float16 else None
     if mask is not None or q.shape[-1] % 8:
         return None
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
     return _chosen(q.device.index or 0, dtype, q.shape[-1])
 
 
@@ -443,18 +461,9 @@ def _fold(x: Tensor, each: int) -> Tensor:
     return x if each == 1 else unfold(x, 1, (x.shape[1] // each, each)).sum(2)
 
 
-def _cast(x):
-    """As autocast would for attention."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x
-    dtype = torch.get_autocast_dtype(kind)
-    return TABLE["to"]("to", seen(Tensor.to), (x, dtype), {}) if isinstance(x, Streams) else seen(Tensor.to)(x, dtype)
-
-
 def _steady(q: Tensor, k: Tensor, v: Tensor, kernel: str, causal: bool, scale) -> Tensor:
     return torch.ops.halfback.attention(
-        *[x if x.stride(-1) == 1 else x.contiguous() for x in map(_cast, (q, k, v))], kernel, causal, scale
+        *[x if x.stride(-1) == 1 else x.contiguous() for x in map(cast, (q, k, v))], kernel, causal, scale
     )[0]
 
 
@@ -471,14 +480,14 @@ def _alike(q: Tensor | Streams, k: Tensor, v: Tensor) -> bool:
 
 
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
-    q, k, v = _cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (_cast(k), _cast(v)))
+    q, k, v = cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (cast(k), cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
     kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, q.at.stride, kernel, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
-    q, k, v = _cast(q), _cast(k), _cast(v)
+    q, k, v = cast(q), cast(k), cast(v)
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from . import codes, kernels
-from .attention import multi_head
+from .attention import cast, multi_head
 from .layers import Coded, StoredLinear, code_name
 from .notes import constant
 from .stores import Layout, Signs
@@ -150,15 +150,21 @@ class Marking(TorchFunctionMode):
         return self.watch.firm and (x.requires_grad or self.watch.method.layers != "all but first")
 
     def layer(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
-        x, weight = args[0], args[1]
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        if self.watch.draws() or not self.watch.wants(args[1]):
+            return None
+        x, weight, bias = cast(args[0]), cast(args[1]), cast(args[2] if len(args) > 2 else kwargs.get("bias"))
         store, seed = self.watch.store, self.watch.method.seed
-        if self.watch.draws() or not self.watch.wants(weight) or store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
+        if store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
             return None
         if name == "linear":
             return StoredLinear.apply(x, weight, bias, store, seed)
         settings = _settings(x.ndim - 2, args[3:], kwargs)
         return None if settings is None else StoredConvolution.apply(x, weight, bias, settings, store, seed)
+
+
+def marks(watch: Any) -> bool:
+    """Is a model being traced with a marking of this watch?"""
+    return any([isinstance(mode, Marking) and mode.watch is watch for mode in _get_current_function_mode_stack()])
 
 
 def _given(args: tuple, kwargs: dict, place: int, name: str, default: Any) -> Any:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .attention import cast
 from .hooks import Standin
 from .notes import listen, note
 from .streams import Through
@@ -368,9 +369,7 @@ class Sparing(Through):
         owner = self.spared.owner
         note(owner, name, "loss in parts", f"{rows_of_a_part(len(weight))} rows at a time")
         versions = [(t, t._version) for t in (x, weight, bias) if t is not None]
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
+        x, weight, bias = cast(x), cast(weight), cast(bias)
 
         def told(func: str) -> None:
             note(owner, name, "scores computed after all, as asked for by", func)

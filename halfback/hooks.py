@@ -52,8 +52,13 @@ class State:
     def set_keep(self, keep: float) -> None:
         ratios = keeps(keep, len(self.chosen), self.method.ramp)
         same = self.method.masks == "shared" and len(set(ratios)) == 1
-        self.ratios = ratios[:1] if same else ratios
+        # A compiler makes a constant of text; of a float that changes it makes a symbol, which no count can be rounded from.
+        self.written = [str(r) for r in (ratios[:1] if same else ratios)]
         self.row = {name: 0 if same else i for i, name in enumerate(self.chosen)}
+
+    @property
+    def ratios(self) -> list[float]:
+        return [float(r) for r in self.written]
 
     def _reset(self) -> None:
         tell_einops()
@@ -452,6 +457,14 @@ class Standin:
 
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Known(Standin):
+    """The forward that a block with hooks has anyway. The compiler does not ask a module for its hooks when it looks for a graph that fits,
+    but it does ask for a forward of its own: without one, a plain model's graph would be run, and nothing be approximated."""
+
+    def __call__(self, *args, **kwargs):
+        return self.plain(*args, **kwargs)
 
 
 class Recomputed(Standin):

@@ -20,7 +20,7 @@ from torch import nn
 
 from . import blocks as finding
 from .heads import LEAST, Spared, find_heads
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, Recomputed, Standin, State, restore_setting
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State, restore_setting
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .watch import Row, Watch, Watched, choose_layers
@@ -180,6 +180,9 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     for name in recomputed:
         block = modules[name]
         block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
+    for block in (modules[name] for name in chosen):
+        if not isinstance(block.__dict__.get("forward"), Standin):
+            block.forward = Known(block, block.__dict__.get("forward"))
     if heads:
         model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
     object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import layers
 from .blocks import patterns_of
-from .compiled import Marking
+from .compiled import Marking, marks
 from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
@@ -182,7 +182,11 @@ class Watched(Standin):
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             return self.plain(*args, **kwargs)  # torch.func: per-sample gradients
         if torch.compiler.is_compiling():
+            if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
+                return self.plain(*args, **kwargs)
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
+            if watch.draws():
+                note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
             with Marking(watch):
                 return self.plain(*args, **kwargs)
         with watch.open() as ledger:

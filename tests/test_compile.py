@@ -9,6 +9,8 @@ import pytest
 import torch
 import zoo
 from functorch.compile import make_boxed_func
+from test_heads import made
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -183,6 +185,40 @@ def test_a_compiled_model_turns_exact_recomputed_and_back():
     assert counters["stats"]["unique_graphs"] == 2, "and the first one is used again"
 
 
+def eager_and_compiled(model, fast, batch):
+    """The gradients of one step each, with the same masks."""
+    found = []
+    for run in (model, fast):
+        model.zero_grad()
+        zoo.loss(run, batch).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return found
+
+
+def test_a_plain_models_graph_is_not_taken_for_one_with_methods():
+    model, batch = zoo.make("vit", layers=2)
+    fast = torch.compile(model, fullgraph=True, backend="eager")
+    exact, plain = eager_and_compiled(model, fast, batch)
+    torch.testing.assert_close(plain, exact)
+    hb.apply_(model, hb.SBP(layers="all", sampler="fixed"))
+    masked, found = eager_and_compiled(model, fast, batch)
+    torch.testing.assert_close(found, masked)
+    assert (found - exact).norm() > 0.01 * exact.norm()
+    hb.remove_(model)
+    torch.testing.assert_close(eager_and_compiled(model, fast, batch)[1], exact)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_every_keep_of_a_schedule_compiles_once():
+    model, batch = zoo.make("vit", layers=2)
+    hb.apply_(model, hb.SBP(layers="all", sampler="fixed", schedule=((0, 0.5), (0.5, 0.5), (0.5, 0.25))))
+    fast = torch.compile(model, fullgraph=True, backend="eager")
+    for done in (0, 0.25, 0.5, 0.75, 0):
+        hb.follow_(model, done)
+        torch.testing.assert_close(*eager_and_compiled(model, fast, batch))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_skip_tokens_compiles():
     model, batch = zoo.make("vit", layers=2)
     hb.apply_(model, hb.SkipTokens(0.5, layers="all"))
@@ -243,3 +279,69 @@ def test_operands_keep_their_order_when_compiled():
     plain = model(x)
     hb.apply_(model, hb.SBP(layers="all"))
     torch.testing.assert_close(torch.compile(model, backend="eager")(x), plain)
+
+
+# Autocast
+
+
+class Deep(nn.Module):
+    """Layers behind a norm, a ReLU and a GELU; what the norm gives is float32, as a norm's output is under autocast on a GPU."""
+
+    def __init__(self, layer, norm):
+        super().__init__()
+        self.first, self.norm, self.one, self.two, self.last = layer(6, 16), norm(16), layer(16, 16), layer(16, 16), layer(16, 4)
+
+    def forward(self, x):
+        x = self.one(self.norm(self.first(x).float()))
+        return self.last(torch.relu(self.two(nn.functional.gelu(x))))
+
+
+def for_autocast(name):
+    torch.manual_seed(0)
+    if name == "linear":
+        return Deep(nn.Linear, nn.LayerNorm).train(), (torch.randn(8, 16, 6),)
+    if name == "conv":
+        model = Deep(lambda i, o: nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d).train()
+        return model.to(memory_format=torch.channels_last), (torch.randn(4, 6, 8, 8).to(memory_format=torch.channels_last),)
+    if name == "language":
+        model, ids, _ = made(torch.float32)
+        return model, (ids,)
+    return zoo.make(name, layers=2)
+
+
+def under_autocast(run, model, batch):
+    """Scores and all gradients, as one vector."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = zoo.call(run, batch)
+    assert scores.dtype is torch.bfloat16
+    weights = torch.linspace(-1, 1, scores[0].numel()).reshape(scores[0].shape)
+    (scores.float() * weights).pow(2).mean().backward()
+    return scores.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+APPROXIMATE = ("dropit(keep=0.9, exact_first=False)", "dropit(bits=8, exact_first=False)", "dropit(bits=8, activation_bits=8)")
+UNDER_AUTOCAST = [
+    *[(name, text) for name in ("linear", "conv") for text in (*APPROXIMATE, "lean")],
+    ("tv_vit", "dropit(bits=8, exact_first=False)+recompute(sparing=True)"),
+    ("tv_vit", "sbp(keep=0.5, layers='all', attention='qkv')+lean"),
+    ("tv_vit", "sbp(keep=0.5, layers='all')+dropit(bits=8, activation_bits=8, exact_first=False)+recompute"),
+    ("gpt2", "sbp(keep=0.5, layers='all')+lean+recompute"),
+    ("llama", "sbp(keep=0.5, layers='all', attention='qkv')+dropit(bits=8, activation_bits=8)"),
+    ("language", "chunkedloss+lean"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), UNDER_AUTOCAST)
+def test_under_autocast_a_compiled_model_has_plains_scores_and_the_methods_gradients(name, text):
+    model, batch = for_autocast(name)
+    exact, methods = copy.deepcopy(model), hb.parse(text)
+    wanted, truth = under_autocast(exact, exact, batch)
+    masks = [m for m in methods if isinstance(m, hb.SBP)]  # all else is exact, or nearly
+    if masks:
+        hb.apply_(exact, *masks)
+        _, truth = under_autocast(exact, exact, batch)
+    hb.apply_(model, *methods)
+    scores, found = under_autocast(torch.compile(model, fullgraph=True, backend="aot_eager"), model, batch)
+    torch.testing.assert_close(scores, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+    assert (found - truth).norm() < 0.05 * truth.norm()

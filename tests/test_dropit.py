@@ -429,9 +429,15 @@ def test_beside_sbp_the_kept_positions_are_stored(name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "method", ["lean", "dropit(keep=0.2, activation_bits=4)", "dropit(bits=4, activation_bits=4)", "sbp(layers='all')+lean"]
+    ("name", "method"),
+    [
+        *itertools.product(
+            ["tv_vit", "llama"],
+            ["lean", "dropit(keep=0.2, activation_bits=4)", "dropit(bits=4, activation_bits=4)", "sbp(layers='all')+lean"],
+        ),
+        ("tv_vit", "dropit(keep=0.2, of='rows', exact_first=False)"),
+    ],
 )
-@pytest.mark.parametrize("name", ["tv_vit", "llama"])
 def test_compiled_gradients_equal_eager_ones(name, method):
     torch._dynamo.reset()
     counters.clear()
@@ -462,6 +468,19 @@ def test_a_compiled_mlp_with_relu_is_stored_too():
     model.zero_grad()
     fast(x).square().sum().backward()
     assert all(torch.allclose(p.grad, e, atol=1e-4) for p, e in zip(model.parameters(), eager, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", [hb.DropIT(0.1, "random"), hb.DropIT(bits=4, stochastic=True)])
+def test_compiled_random_selections_are_exact_and_the_report_says_so(method):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = MLP(nn.ReLU()).train(), torch.randn(256, 64)
+    wanted = [p.grad.clone() for p in grads(copy.deepcopy(model), x)]
+    report = hb.apply_(model, method)
+    torch.compile(model, backend="eager", fullgraph=True)(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, w, atol=1e-4) for p, w in zip(model.parameters(), wanted, strict=True))
+    assert "random selections and roundings are left exact" in str(report)
 
 
 # What a user may get wrong
