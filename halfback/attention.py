@@ -462,9 +462,9 @@ def _fold(x: Tensor, each: int) -> Tensor:
 
 
 def _steady(q: Tensor, k: Tensor, v: Tensor, kernel: str, causal: bool, scale) -> Tensor:
-    return torch.ops.halfback.attention(
-        *[x if x.stride(-1) == 1 else x.contiguous() for x in map(cast, (q, k, v))], kernel, causal, scale
-    )[0]
+    return torch.ops.halfback.attention(*[x if x.stride(-1) == 1 else x.contiguous() for x in map(cast, (q, k, v))], kernel, causal, scale)[
+        0
+    ]
 
 
 def steady(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
