@@ -180,8 +180,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     for name in recomputed:
         block = modules[name]
         block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
-    if heads:
-        model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
+    for name in heads:
+        modules[name].forward = Spared(modules[name], name, report, modules[name].__dict__.get("forward"))
     object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
 
