@@ -353,8 +353,8 @@ class Sparing(Through):
         if func is F.linear and torch.is_grad_enabled():
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             own = self.spared.module._parameters.get("weight")  # one that is computed is none
-            if given["weight"] is own and type(given["input"]) in ORDINARY:
-                return self._scores(given["input"], given["weight"], given.get("bias"))
+            if own is not None and given["weight"] is own and type(given["input"]) in ORDINARY:
+                return self._scores(given["input"], own, given.get("bias"))
         return func(*args, **kwargs)
 
     def _scores(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scores:

@@ -113,16 +113,16 @@ def pointwise(name, func, args, kwargs):
         if joined is not None:
             return joined
     pairs = _parts(args, like)
-    named = _parts(tuple(kwargs.values()), like) if kwargs else ((), ())
-    if pairs is None or named is None:
+    named = {key: _parts(value, like) for key, value in kwargs.items()} if kwargs else kwargs
+    if pairs is None or any([pair is None for pair in named.values()]):
         return NotImplemented
     (kept_args, dropped_args), role = pairs, _role(streams)
     if name in JOINS and len(streams) > 1:
         dropped_args, role = _cut(dropped_args, streams, args, role)
-    kept = func(*kept_args, **dict(zip(kwargs, named[0], strict=True)))
+    kept = func(*kept_args, **{key: pair[0] for key, pair in named.items()}) if named else func(*kept_args)
     dropped = None
     if like.dropped is not None:
-        dropped = func(*dropped_args, **dict(zip(kwargs, named[1], strict=True)))
+        dropped = func(*dropped_args, **{key: pair[1] for key, pair in named.items()}) if named else func(*dropped_args)
     return like.like(kept, dropped, axis=kept.ndim - like.part_ndim + like.axis, role=role)
 
 
@@ -178,7 +178,7 @@ def blank(name, func, args, kwargs):
 def linear(name, func, args, kwargs):
     """Layers on the last axis: y = x W' + b."""
     x = args[0]
-    if not isinstance(x, Streams) or part_axis(x, -1) is None or find((*args[1:], *kwargs.values())) is not None:
+    if not isinstance(x, Streams) or x.axis == x.part_ndim - 1 or find((*args[1:], *kwargs.values())) is not None:
         return NotImplemented
     return both(x, lambda part: func(part, *args[1:], **kwargs), role=_role([x], weights=True))
 

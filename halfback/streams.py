@@ -409,7 +409,7 @@ def _name(func: Callable) -> str:
 
 
 ASKING = ("size", "dim", "requires_grad_")
-REFUSED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook", "set_")
+REFUSED = frozenset("register_hook retain_grad backward register_post_accumulate_grad_hook set_".split())
 LEADING = {"addmm": ("input", "mat1", "mat2"), "bmm": ("input", "mat2"), "conv1d": ("input", "weight")}
 LEADING |= {"conv2d": LEADING["conv1d"], "conv3d": LEADING["conv1d"]}
 VIEWS = frozenset(
