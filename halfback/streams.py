@@ -58,17 +58,13 @@ class Site:
 
 def interleave(kept: Tensor | None, dropped: Tensor | None, index: Tensor, k: int, dim: int) -> Tensor:
     """The whole axis from its two parts; a part that is None counts as zeros."""
-    n = index.shape[1]
-    some: Any = kept if kept is not None else dropped
-    shape = list(some.shape)
-
-    def zeros(size: int) -> Tensor:
-        shape[dim] = size
-        return some.new_zeros(shape)
-
-    kept = zeros(k) if kept is None else kept
-    dropped = zeros(n - k) if dropped is None else dropped
-    return torch.cat((kept, dropped), dim).index_select(dim, index[1])
+    if kept is None or dropped is None:
+        some: Any = kept if kept is not None else dropped
+        shape = list(some.shape)
+        shape[dim] = k if kept is None else index.shape[1] - k
+        zeros = some.new_zeros(shape)
+        kept, dropped = (zeros, dropped) if kept is None else (kept, zeros)
+    return torch.cat((kept, dropped), dim).index_select(dim, index[1])  # type: ignore[arg-type]
 
 
 def unfold(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -129,8 +125,8 @@ REMEMBERED = 8
 
 def shared_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
     """Both parts of a tensor that gets no gradient. Every layer asks for those of the same few (sines, masks): they are split once, and
-    held once, in a forward."""
-    if is_compiling() or x.requires_grad or x.is_inference():
+    held once, in a forward. What is computed again in a backward, whose end nobody tells, is not remembered."""
+    if is_compiling() or x.requires_grad or x.is_inference() or torch._C._current_graph_task_id() != -1:
         return split_parts(x, at, dim)
     known = at.__dict__.setdefault("known", {})
     key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, dim)

@@ -288,6 +288,15 @@ def test_eval_and_no_grad_give_plain_tensors_and_remove_undoes():
     assert type(model(ids)) is torch.Tensor and all("forward" not in m.__dict__ for m in model.modules())
 
 
+def test_blocks_run_under_no_mode():
+    model, ids, _ = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    modes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
+    assert type(model(ids)) is heads.Scores and modes == [0, 0]
+
+
 def test_frozen_head_and_frozen_body(few_rows):
     for frozen in ("head", "blocks"):
         model, ids, y = made()
