@@ -401,9 +401,9 @@ def _mapped(tree: Any, kinds: frozenset[type], f: Callable) -> Any:
     """f of everything of these types in nested tuples, lists and dicts."""
     kind = type(tree)
     if kind is dict:
-        return {k: _mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for k, x in tree.items()}
+        return {k: f(x) if type(x) in kinds else (_mapped(x, kinds, f) if type(x) in NESTED else x) for k, x in tree.items()}
     if kind in NESTED:
-        return kind([_mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for x in tree])
+        return kind([f(x) if type(x) in kinds else (_mapped(x, kinds, f) if type(x) in NESTED else x) for x in tree])
     return f(tree) if kind in kinds else tree
 
 
@@ -517,18 +517,17 @@ class Ledger(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_compiling():  # a compiled function inside an eager model
             return func(*args, **kwargs)
-        rule = self.rules[func]
-        if rule is None and self.tell is None and not types:  # most calls: shapes, views, attributes
-            return func(*args, **kwargs)
-        parts = None  # Streams: what runs on their parts is to be seen
         for kind in types:
-            if not issubclass(kind, Tensor):
-                parts = kind
-        return self.run(func, rule, args, kwargs) if parts is None else self.run_on_parts(parts, func, types, args, kwargs)
+            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
+                return self.run_on_parts(kind, func, types, args, kwargs)
+        rule = self.rules[func]
+        if rule is None and self.tell is None:  # most calls: shapes, views, attributes
+            return func(*args, **kwargs)
+        return self.run(func, rule, args, kwargs)
 
     def run(self, func: Callable, rule: Rule | None, args: tuple, kwargs: dict) -> Any:
         """A function on tensors, by its rule."""
-        if (rule is None and self.tell is None) or self.within.ledger is not self or not self.mine() or _transforms() is not None:
+        if self.within.ledger is not self or not self.mine() or _transforms() is not None:
             return func(*args, **kwargs)
         grad = torch.is_grad_enabled()
         if rule is not None and (rule.changes or (kwargs and kwargs.get("inplace"))):
