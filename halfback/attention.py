@@ -24,10 +24,11 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .notes import constant, note
-from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
+from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, shared_parts, split, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ def _mask_rows(mask: Tensor | None, causal: bool, q: Streams, keys: int) -> tupl
         return q.at.kept.unsqueeze(1) >= order, q.at.dropped.unsqueeze(1) >= order
     if mask is None or mask.shape[-2] == 1:
         return mask, mask
-    return split_parts(mask, q.at, mask.ndim - 2)
+    return shared_parts(mask, q.at, mask.ndim - 2)
 
 
 def join(x: Streams | Tensor, ordered: bool) -> Tensor:
@@ -149,7 +150,7 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     if fused is not None:
         return _kept_rows(fused, q, k, v, scale)
     kept_mask, dropped_mask = _mask_rows(attn_mask, is_causal, q, k.shape[2])
-    kernel = _fused(q.kept, v, None, dropout_p) if alike and kept_mask is None and torch.compiler.is_compiling() else None
+    kernel = _fused(q.kept, v, None, dropout_p) if alike and kept_mask is None and is_compiling() else None
     if kernel is not None:
         kept = _steady(dense(q.kept), k, v, kernel, False, scale)
     else:
@@ -306,7 +307,8 @@ def _parts(out: Tensor, lse: Tensor, q1: Tensor, q: Tensor, index: Tensor | None
     """A of the kept, A of the dropped, and the LSE of the kept. Without an index kept ones come first."""
     kept, n = q1.shape[2], q.shape[2]
     if index is not None:
-        out1, out0, lse1 = out.index_select(2, index[0, :kept]), out.index_select(2, index[0, kept:]), lse.index_select(2, index[0, :kept])
+        of_kept, of_dropped = index[0].tensor_split((kept,))
+        out1, out0, lse1 = out.index_select(2, of_kept), out.index_select(2, of_dropped), lse.index_select(2, of_kept)
     else:
         out1, out0, lse1 = out.narrow(2, 0, kept), out.narrow(2, kept, n - kept), lse.narrow(2, 0, kept)
     return as_laid_out(out1, q1), as_laid_out(out0, q.narrow(2, 0, n - kept)), lse1.contiguous()
@@ -343,6 +345,18 @@ def _restore(ctx, grad, _, __):
 
 
 kept_attention.register_autograd(_restore, setup_context=_save)
+
+
+class KeptAttention(torch.autograd.Function):
+    """The same without what an op needs for the compiler's sake: that takes longer to call than it takes to run."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = kept_attention._init_fn(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_restore)
 
 
 @torch.library.custom_op("halfback::attention", mutates_args=())
@@ -453,6 +467,18 @@ def _first_cell(there: Tensor, grad, q, k, v, out, lse, scale) -> tuple[Tensor, 
 row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
 
 
+class RowAttention(torch.autograd.Function):
+    """As KeptAttention."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = row_attention._init_fn(*inputs)
+        _save_rows(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_restore_rows)
+
+
 def _repeat(x: Tensor, each: int) -> Tensor:
     return x if each == 1 else x.repeat_interleave(each, 1)
 
@@ -482,7 +508,8 @@ def _alike(q: Tensor | Streams, k: Tensor, v: Tensor) -> bool:
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     q, k, v = cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (cast(k), cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
-    kept, dropped, _ = torch.ops.halfback.row_attention(dense(q.kept), k, v, whole, q.at.index, q.at.stride, kernel, scale)
+    run = torch.ops.halfback.row_attention if is_compiling() else RowAttention.apply
+    kept, dropped, _ = run(dense(q.kept), k, v, whole, q.at.index, q.at.stride, kernel, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 
@@ -497,7 +524,8 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
         mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
     ordered = causal or mask is not None
     whole = [join(x.like(x.kept.detach(), x.dropped.detach()), ordered) for x in (q, k, v)]
-    kept, dropped, _ = torch.ops.halfback.kept_attention(q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale)
+    run = torch.ops.halfback.kept_attention if is_compiling() else KeptAttention.apply
+    kept, dropped, _ = run(q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 

@@ -320,12 +320,12 @@ def _loss(
 
 
 class Spared(Standin):
-    """The forward of a model whose last layers return `Scores`."""
+    """The forward of a last layer, which returns `Scores`. A mode sees the layer's own code, and is on for no longer than that: it would
+    be called for every function of the model."""
 
-    def __init__(self, module: nn.Module, heads: list[str], report: Any, own: Any = None):
+    def __init__(self, module: nn.Module, name: str, report: Any, own: Any = None):
         super().__init__(module, own)
-        self.heads, self.report = heads, report
-        self.on = True
+        self.name, self.report = name, report
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "_owner"}
@@ -344,13 +344,6 @@ class Spared(Standin):
         with Sparing(self):
             return self.plain(*args, **kwargs)
 
-    def head_of(self, weight: Any) -> str:
-        """The name of the last layer that a weight belongs to, if it is one."""
-        for name in self.heads:
-            if self.module.get_submodule(name)._parameters.get("weight") is weight:  # one that is computed is none
-                return name
-        return ""
-
 
 class Sparing(Through):
     def __init__(self, spared: Spared):
@@ -360,13 +353,13 @@ class Sparing(Through):
     def see(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            name = self.spared.head_of(given["weight"]) if type(given["input"]) in ORDINARY else ""
-            if name:
-                return self._scores(name, given["input"], given["weight"], given.get("bias"))
+            own = self.spared.module._parameters.get("weight")  # one that is computed is none
+            if own is not None and given["weight"] is own and type(given["input"]) in ORDINARY:
+                return self._scores(given["input"], own, given.get("bias"))
         return func(*args, **kwargs)
 
-    def _scores(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scores:
-        owner = self.spared.owner
+    def _scores(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scores:
+        owner, name = self.spared.owner, self.spared.name
         note(owner, name, "loss in parts", f"{rows_of_a_part(len(weight))} rows at a time")
         versions = [(t, t._version) for t in (x, weight, bias) if t is not None]
         x, weight, bias = cast(x), cast(weight), cast(bias)

@@ -29,7 +29,22 @@ from .attention import multi_head, steady
 from .methods import SBP, SkipTokens
 from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
-from .streams import ROUTE, TRUNK, Site, Streams, absent, contains, find, merge, merge_all, merge_parts, split, split_parts, tell_einops
+from .streams import (
+    ROUTE,
+    TRUNK,
+    Site,
+    Streams,
+    absent,
+    contains,
+    find,
+    forget,
+    merge,
+    merge_all,
+    merge_parts,
+    split,
+    split_parts,
+    tell_einops,
+)
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
@@ -94,6 +109,8 @@ class State:
             self.key = tick(self.step)
 
     def finish(self) -> None:
+        for at in self.current or ():
+            forget(at)
         self.key = self.current = self.grid = None
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:

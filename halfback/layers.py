@@ -124,7 +124,7 @@ def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if inner and recipe is not None and 2 * ledger.cost(ledger.value(out))[0] <= sum([_tensor(e).nbytes for e in inner]):
         again = Inner(recipe, None, ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
-            ledger.conclude(entry, again, entry.place, ledger.value(_tensor(entry)))
+            ledger.conclude(entry, again, entry.number, ledger.value(_tensor(entry)))
     for entry in saved:
         if entry.source is None:
             ledger.settle(entry)
@@ -138,31 +138,32 @@ def _tensor(entry: Entry) -> Tensor:
 
 def _inner(recipe: Recipe, saved: list[Entry], out: Tensor) -> list[Entry]:
     """What a function saved of its own making that is large (a norm that is written out in C++)."""
-    known = {_key(out), *[use.value.key for use in recipe.uses]}
-    return [e for e in saved if e.key not in known and 4 * _tensor(e).nbytes >= out.nbytes]
+    keys = [use.value.key for use in recipe.uses]
+    others = [e for e in saved if e.key not in keys]
+    return [e for e in others if e.key != _key(out) and 4 * _tensor(e).nbytes >= out.nbytes] if others else others
 
 
 def _recorded(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[Entry], Recipe | None]:
     """Run a function, and note how its output was made."""
     rule: Any = rules[func]
-    changing = rule.changes or kwargs.get("inplace")
+    changing = rule.changes or (kwargs and kwargs.get("inplace"))
     if changing:
         bound, named = ledger.bind(args), ledger.bind(kwargs)  # as they are before
     out, saved = ledger.watch(func, args, kwargs)
-    if not ordinary(out) or "out" in kwargs:
+    if rule.again is None or not ordinary(out) or "out" in kwargs:
         return out, saved, None
     if not changing:
         if not saved and args and (out is args[0] or _is_view(out, args[0])):
             return out, saved, None
-        bound, named = ledger.bind(args), ledger.bind(kwargs) if kwargs else {}
-    if named.get("inplace"):
+        bound, named = ledger.bind(args), ledger.bind(kwargs) if kwargs else kwargs
+    if named and named.get("inplace"):
         named["inplace"] = False
-    if rule.again is None or any([isinstance(t, Tensor) for t in (*bound, *named.values())]):  # one that is not ordinary
-        return out, saved, None
-    recipe = _shorter(rule.name, Recipe(rule.again, bound, named, None if rule.name in MOVES else autocast_state(out)), out)
-    key, version = _key(out), out._version
-    if any([use.value.key == key and use.value.version == version for use in recipe.uses]):
-        return out, saved, None
+    for t in (*bound, *named.values()) if named else bound:
+        if isinstance(t, Tensor):  # one that is not ordinary
+            return out, saved, None
+    recipe = Recipe(rule.again, bound, named, None if rule.name in MOVES else autocast_state(out))
+    if rule.name in SHORTER:
+        recipe = _shorter(rule.name, recipe, out)
     return out, saved, recipe if ledger.made(out, recipe) is not None else None
 
 
@@ -372,6 +373,7 @@ def _shorter(name: str, recipe: Recipe, out: Tensor) -> Recipe:
 COPIES = frozenset("contiguous reshape flatten clone".split())
 MOVES = COPIES | frozenset("to float half bfloat16 double type type_as".split())  # autocast leaves them alone
 PLACES = {"add": (0, 1), "relu": (0,)}  # where the norm may stand among the arguments
+SHORTER = COPIES | frozenset(PLACES)
 
 
 def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -388,7 +390,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if plan is not None and isinstance(plan.store, Rows) and axis == -1 and func is F.linear:
         return rows_linear(ledger, x, plan, *args[1:], **kwargs)
     out, saved = ledger.watch(func, args, kwargs)
-    own, others = _key(x), _key(weight)
+    own, others = (_key(x), _key(weight)) if saved else (0, 0)
     for entry in saved:
         t = _tensor(entry)
         copied = state is None and entry.key not in (own, others) and _is_copy(t, x, weight)

@@ -70,12 +70,13 @@ def _laid_out(t: Tensor, shape: Geometry) -> Tensor:
 
 
 class Use:
-    """A value as an argument of a function."""
+    """A value as an argument of a function, which was a tensor."""
 
-    __slots__ = ("needs_grad", "seen_as", "value")
+    __slots__ = ("needs_grad", "ref", "seen_as", "value")
 
-    def __init__(self, value: Value, seen_as: Geometry, needs_grad: bool):
-        self.value, self.seen_as, self.needs_grad = value, seen_as, needs_grad
+    def __init__(self, value: Value, seen_as: Geometry, t: Tensor):
+        self.value, self.seen_as, self.needs_grad = value, seen_as, t.requires_grad
+        self.ref = weakref.ref(t)
 
 
 class Recipe:
@@ -86,7 +87,7 @@ class Recipe:
     def __init__(self, func: Callable, args: tuple, kwargs: dict, autocast: tuple[str, torch.dtype] | None = None, passes: int = 1):
         self.func, self.args, self.kwargs, self.autocast = func, args, kwargs, autocast
         self.passes = passes  # how many of the model's functions it stands for
-        self.uses: list[Use] = _found(args, Use) + _found(kwargs, Use)
+        self.uses: list[Use] = _found(args, Use) + _found(kwargs, Use) if kwargs else _found(args, Use)
 
 
 class Value:
@@ -101,7 +102,7 @@ class Value:
         self.free = _is_parameter(t)
         self.ref: Any = (lambda: t) if self.free else weakref.ref(t)
         self.version = t._version
-        self.made_as = None if recipe is None else geometry(t)
+        self.made_as: Any = None if recipe is None else geometry(t)
         self.recipe = recipe
         self.exact: Any = _nothing
         self.computed: Any = _nothing
@@ -128,7 +129,9 @@ def _parameter(t: Any) -> bool:
 
 
 def _is_parameter(t: Tensor) -> bool:
-    return _parameter(t) or (t._base is not None and _parameter(t._base))
+    """One, or a part of one."""
+    base = t._base
+    return type(t) is not Tensor and _parameter(t) if base is None else _parameter(base)
 
 
 def _nothing() -> None:
@@ -398,9 +401,9 @@ def _mapped(tree: Any, kinds: frozenset[type], f: Callable) -> Any:
     """f of everything of these types in nested tuples, lists and dicts."""
     kind = type(tree)
     if kind is dict:
-        return {k: _mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for k, x in tree.items()}
+        return {k: f(x) if type(x) in kinds else (_mapped(x, kinds, f) if type(x) in NESTED else x) for k, x in tree.items()}
     if kind in NESTED:
-        return kind([_mapped(x, kinds, f) if type(x) in NESTED else (f(x) if type(x) in kinds else x) for x in tree])
+        return kind([f(x) if type(x) in kinds else (_mapped(x, kinds, f) if type(x) in NESTED else x) for x in tree])
     return f(tree) if kind in kinds else tree
 
 
@@ -427,13 +430,14 @@ def _autocast(state: tuple[str, torch.dtype] | None) -> Any:
 class Entry:
     """What stands in the autograd graph for a tensor that was saved."""
 
-    __slots__ = ("__weakref__", "key", "place", "source", "tensor")
+    __slots__ = ("__weakref__", "key", "number", "place", "source", "tensor")
 
-    def __init__(self, t: Tensor, key: int):
+    def __init__(self, t: Tensor, key: int, place: Any = None, number: int = 0):
         self.tensor: Tensor | None = t
         self.key = key
+        self.place = place  # of it in its source: its geometry
+        self.number = number  # among what its function saved
         self.source: Any = None
-        self.place: Any = None
 
     def get(self) -> Tensor:
         return self.tensor if self.tensor is not None else self.source.get(self.place)
@@ -481,6 +485,7 @@ class Ledger(TorchFunctionMode):
         self.rules, self.within, self.tell = rules, within, tell
         self.stands_aside = tell is None  # while Streams are worked on: a report hears of every function
         self.values: dict[int, Value] = {}
+        self.uses: dict[int, Use] = {}  # by tensor, as most tensors are used several times
         self.pending: list[Entry] | None = None
         self.count = 0  # of what the function that runs has saved
         self.total = 0  # bytes of all that was saved so far
@@ -499,6 +504,7 @@ class Ledger(TorchFunctionMode):
         finally:
             self.within.ledger = before
             self.values.clear()
+            self.uses.clear()
 
     def mine(self) -> bool:
         """Are we the ones that saved tensors reach? In a checkpointed region they may not be."""
@@ -511,34 +517,37 @@ class Ledger(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_compiling():  # a compiled function inside an eager model
             return func(*args, **kwargs)
-        rule = self.rules[func]
-        parts = None  # Streams: what runs on their parts is to be seen
         for kind in types:
-            if not issubclass(kind, Tensor):
-                parts = kind
-        if rule is None and parts is None and self.tell is None:  # most calls: shapes, views, attributes
+            if not issubclass(kind, Tensor):  # Streams: what runs on their parts is to be seen
+                return self.run_on_parts(kind, func, types, args, kwargs)
+        rule = self.rules[func]
+        if rule is None and self.tell is None:  # most calls: shapes, views, attributes
             return func(*args, **kwargs)
+        return self.run(func, rule, args, kwargs)
+
+    def run(self, func: Callable, rule: Rule | None, args: tuple, kwargs: dict) -> Any:
+        """A function on tensors, by its rule."""
         if self.within.ledger is not self or not self.mine() or _transforms() is not None:
             return func(*args, **kwargs)
         grad = torch.is_grad_enabled()
-        if rule is not None and (rule.changes or kwargs.get("inplace")):
+        if rule is not None and (rule.changes or (kwargs and kwargs.get("inplace"))):
             self.changing(args, rule.known and grad)
         if not grad:
             return func(*args, **kwargs)
-        if parts is not None:
-            with self:
-                return parts.__torch_function__(func, types, args, kwargs)
         if self.tell is not None:
             self.tell.called(func, args, kwargs)
         return func(*args, **kwargs) if rule is None else rule.run(self, func, args, kwargs)
 
+    def run_on_parts(self, parts: Any, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        if self.within.ledger is not self or not self.mine() or _transforms() is not None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        with self:
+            return parts.__torch_function__(func, types, args, kwargs)
+
     def seen(self, func: Callable) -> Callable:
         """How a function is run on a part of Streams while this mode stands aside."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self.__torch_function__(func, (), args, kwargs)
-
-        return func if self.rules[func] is None else run
+        rule = self.rules[func]
+        return func if rule is None else lambda *args, **kwargs: self.run(func, rule, args, kwargs)
 
     def changing(self, args: tuple, known: bool) -> None:
         """Before a tensor is changed in place. Unless it is `known` how, nothing that was noted of its storage holds after it."""
@@ -563,12 +572,24 @@ class Ledger(TorchFunctionMode):
 
     def bind(self, tree: Any) -> Any:
         """Arguments with every tensor replaced by a use of its value, as it is now."""
-        return _mapped(tree, ORDINARY, self._use)
+        return _mapped(tree, ORDINARY, self._bound)
 
-    def _use(self, t: Tensor) -> Any:
-        if _parameter(t):
+    def _bound(self, t: Tensor) -> Any:
+        if type(t) is not Tensor and _parameter(t):
             return Constant(t)
-        return Use(self.value(t), geometry(t), t.requires_grad) if ordinary(t) else t
+        return self.use(t) or t
+
+    def use(self, t: Tensor) -> Use | None:
+        """t as an argument; None if it is not ordinary."""
+        use = self.uses.get(id(t))
+        if use is not None and use.ref() is t:
+            value = use.value
+            if value.version == t._version and self.values.get(value.key) is value:
+                return use
+        if not ordinary(t):
+            return None
+        use = self.uses[id(t)] = Use(self.value(t), geometry(t), t)
+        return use
 
     def value(self, t: Tensor) -> Value:
         storage = t.untyped_storage()
@@ -582,28 +603,27 @@ class Ledger(TorchFunctionMode):
         storage = out.untyped_storage()
         if storage.nbytes() != out.nbytes or out.storage_offset():
             return None
-        value = self.values[storage._cdata] = Value(out, storage, recipe)
+        value = Value(out, storage, recipe)
+        for use in recipe.uses:
+            if use.value.key == value.key and use.value.version == value.version:  # a view: nothing was made
+                return None
+        self.values[value.key] = value
+        self.uses[id(out)] = Use(value, value.made_as, out)
         return value
 
     # The hooks
 
     def pack(self, t: Tensor) -> Any:
-        if (
-            type(t) is nn.Parameter
-            or not ordinary(t)
-            or _is_parameter(t)
-            or _wrapped(t)
-            or (self.known and t.untyped_storage()._cdata in self.known)
-        ):
+        use = None if _is_parameter(t) or _wrapped(t) else self.use(t)
+        if use is None or use.value.key in self.known:
             self.count += 1
             return Passed(t, self.outer)
         if self.statistics and t.ndim == 1:
             entry = Entry(t.detach(), 0)  # small, and held as it is
             self.pending.append(entry)  # type: ignore[union-attr]
             return entry
-        value = self.value(t)  # of the tensor itself, which lives longer than the entry's alias
-        entry = Entry(t.detach(), value.key)
-        entry.place, self.count = self.count, self.count + 1
+        entry = Entry(t.detach(), use.value.key, use.seen_as, self.count)
+        self.count += 1
         if self.pending is not None:
             self.pending.append(entry)
         else:
@@ -613,7 +633,7 @@ class Ledger(TorchFunctionMode):
     def settle(self, entry: Entry) -> None:
         """Hold what was saved, exactly."""
         t: Any = entry.tensor
-        value, place = self.values[entry.key], geometry(t)
+        value, place = self.values[entry.key], entry.place
         source = value.exact()
         if source is not None:
             source.keep(t, place, detached=True)

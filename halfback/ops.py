@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, split, split_parts
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, shared_parts, split
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -45,7 +45,7 @@ def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
         return None
     if sizes != tuple(like.extents):
         t = t.expand(*t.shape[:first], *like.extents, *t.shape[first + like.span :])
-    return split_parts(t.flatten(first, first + like.span - 1), like.at, first)
+    return shared_parts(t.flatten(first, first + like.span - 1), like.at, first)
 
 
 def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
@@ -54,12 +54,16 @@ def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
         return args.taken_apart() if args is like or same_layout(args, like) else None
     if isinstance(args, Tensor):
         return _share(args, like)
-    if isinstance(args, (list, tuple)):
-        pairs: list[Any] = [_parts(a, like) for a in args]
-        if any([p is None for p in pairs]):
+    if not isinstance(args, (list, tuple)):
+        return args, args
+    kept, dropped = [], []
+    for a in args:
+        pair = _parts(a, like)
+        if pair is None:
             return None
-        return type(args)([p[0] for p in pairs]), type(args)([p[1] for p in pairs])
-    return args, args
+        kept.append(pair[0])
+        dropped.append(pair[1])
+    return type(args)(kept), type(args)(dropped)
 
 
 def _role(streams: Sequence[Streams], weights: bool = False) -> str:
@@ -99,28 +103,27 @@ def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = N
 
 def pointwise(name, func, args, kwargs):
     """Each position by itself, broadcasting."""
-    values = tuple(kwargs.values())
-    streams = streams_in((*args, *values))
-    like, ndim = streams[0], streams[0].part_ndim
+    streams = streams_in((*args, *kwargs.values()) if kwargs else args)
+    like = streams[0]
     for other in streams[1:]:
-        if other.part_ndim > ndim:
-            like, ndim = other, other.part_ndim
+        if other.part_ndim > like.part_ndim:
+            like = other
     if name == "add" and len(args) == 2 and not kwargs:
         joined = _whole_join(*args)
         if joined is not None:
             return joined
-    pairs = _parts((args, values), like)
-    if pairs is None:
+    pairs = _parts(args, like)
+    named = {key: _parts(value, like) for key, value in kwargs.items()} if kwargs else kwargs
+    if pairs is None or any([pair is None for pair in named.values()]):
         return NotImplemented
-    role = _role(streams)
+    (kept_args, dropped_args), role = pairs, _role(streams)
     if name in JOINS and len(streams) > 1:
-        pairs, role = _cut(pairs, streams, args, role)
-    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
-    kept = func(*kept_args, **dict(zip(kwargs, kept_values, strict=True)))
+        dropped_args, role = _cut(dropped_args, streams, args, role)
+    kept = func(*kept_args, **{key: pair[0] for key, pair in named.items()}) if named else func(*kept_args)
     dropped = None
     if like.dropped is not None:
-        dropped = func(*dropped_args, **dict(zip(kwargs, dropped_values, strict=True)))
-    return _zip(like, kept, dropped, axis=kept.ndim - ndim + like.axis, role=role)
+        dropped = func(*dropped_args, **{key: pair[1] for key, pair in named.items()}) if named else func(*dropped_args)
+    return like.like(kept, dropped, axis=kept.ndim - like.part_ndim + like.axis, role=role)
 
 
 JOINS = ("add", "sub", "addcmul")
@@ -145,18 +148,15 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
     return None
 
 
-def _cut(pairs, streams, args, role):
+def _cut(dropped_args, streams, args, role):
     """Rule 2: where trunk and branch meet, the branch's dropped part is a constant."""
     roles = [s.role for s in streams]
     if TRUNK not in roles:
-        return pairs, role
+        return dropped_args, role
     if BRANCH in roles:
         note(streams[0].site.owner, streams[0].site.block, "cut", "")
-    (kept_args, kept_values), (dropped_args, dropped_values) = pairs
-    dropped_args = [
-        d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d for a, d in zip(args, dropped_args, strict=True)
-    ]
-    return ((kept_args, kept_values), (tuple(dropped_args), dropped_values)), TRUNK
+    pairs = zip(args, dropped_args, strict=True)
+    return [d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d for a, d in pairs], TRUNK
 
 
 def per_part(name, func, args, kwargs):
@@ -178,7 +178,7 @@ def blank(name, func, args, kwargs):
 def linear(name, func, args, kwargs):
     """Layers on the last axis: y = x W' + b."""
     x = args[0]
-    if not isinstance(x, Streams) or part_axis(x, -1) is None or find((*args[1:], *kwargs.values())) is not None:
+    if not isinstance(x, Streams) or x.axis == x.part_ndim - 1 or find((*args[1:], *kwargs.values())) is not None:
         return NotImplemented
     return both(x, lambda part: func(part, *args[1:], **kwargs), role=_role([x], weights=True))
 

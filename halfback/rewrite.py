@@ -183,8 +183,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     for block in (modules[name] for name in chosen):
         if not isinstance(block.__dict__.get("forward"), Standin):
             block.forward = Known(block, block.__dict__.get("forward"))
-    if heads:
-        model.forward = Spared(model, heads, report, model.__dict__.get("forward"))
+    for name in heads:
+        modules[name].forward = Spared(modules[name], name, report, modules[name].__dict__.get("forward"))
     object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
 

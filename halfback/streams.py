@@ -58,17 +58,13 @@ class Site:
 
 def interleave(kept: Tensor | None, dropped: Tensor | None, index: Tensor, k: int, dim: int) -> Tensor:
     """The whole axis from its two parts; a part that is None counts as zeros."""
-    n = index.shape[1]
-    some: Any = kept if kept is not None else dropped
-    shape = list(some.shape)
-
-    def zeros(size: int) -> Tensor:
-        shape[dim] = size
-        return some.new_zeros(shape)
-
-    kept = zeros(k) if kept is None else kept
-    dropped = zeros(n - k) if dropped is None else dropped
-    return torch.cat((kept, dropped), dim).index_select(dim, index[1])
+    if kept is None or dropped is None:
+        some: Any = kept if kept is not None else dropped
+        shape = list(some.shape)
+        shape[dim] = k if kept is None else index.shape[1] - k
+        zeros = some.new_zeros(shape)
+        kept, dropped = (zeros, dropped) if kept is None else (kept, zeros)
+    return torch.cat((kept, dropped), dim).index_select(dim, index[1])  # type: ignore[arg-type]
 
 
 def unfold(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -84,7 +80,8 @@ class Split(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.k, ctx.dim = k, dim
         ctx.set_materialize_grads(False)
-        return x.index_select(dim, index[0, :k]), x.index_select(dim, index[0, k:])
+        kept, dropped = index[0].tensor_split((k,))
+        return x.index_select(dim, kept), x.index_select(dim, dropped)
 
     @staticmethod
     def backward(ctx, grad_kept, grad_dropped):
@@ -123,10 +120,35 @@ def split_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
     return Split.apply(x, at.index, at.k, dim)
 
 
+REMEMBERED = 8
+
+
+def shared_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
+    """Both parts of a tensor that gets no gradient. Every layer asks for those of the same few (sines, masks): they are split once, and
+    held once, in a forward. What is computed again in a backward, whose end nobody tells, is not remembered."""
+    if is_compiling() or x.requires_grad or x.is_inference() or torch._C._current_graph_task_id() != -1:
+        return split_parts(x, at, dim)
+    known = at.__dict__.setdefault("known", {})
+    key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, dim)
+    if key not in known:
+        if len(known) >= REMEMBERED:
+            del known[next(iter(known))]
+        known[key] = x, split_parts(x, at, dim)  # with x, or its storage could be another's
+    return known[key][1]
+
+
+def forget(at: Positions | None) -> None:
+    """At the end of a forward."""
+    while at is not None:
+        at.__dict__.pop("known", None)
+        at = at.coarse
+
+
 def merge_parts(kept: Tensor, dropped: Tensor, at: Positions, dim: int) -> Tensor:
+    run = Merge.apply if kept.requires_grad or dropped.requires_grad else interleave
     if kept.ndim > 2 and dim == kept.ndim - 1:
-        return Merge.apply(kept.transpose(1, dim), dropped.transpose(1, dim), at.index, at.k, 1).transpose(1, dim)
-    return Merge.apply(kept, dropped, at.index, at.k, dim)
+        return run(kept.transpose(1, dim), dropped.transpose(1, dim), at.index, at.k, 1).transpose(1, dim)
+    return run(kept, dropped, at.index, at.k, dim)
 
 
 @dataclass(eq=False)
@@ -383,7 +405,7 @@ def _name(func: Callable) -> str:
 
 
 ASKING = ("size", "dim", "requires_grad_")
-REFUSED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook", "set_")
+REFUSED = frozenset("register_hook retain_grad backward register_post_accumulate_grad_hook set_".split())
 LEADING = {"addmm": ("input", "mat1", "mat2"), "bmm": ("input", "mat2"), "conv1d": ("input", "weight")}
 LEADING |= {"conv2d": LEADING["conv1d"], "conv3d": LEADING["conv1d"]}
 VIEWS = frozenset(
@@ -431,20 +453,18 @@ def seen(func: Callable) -> Callable:
 
 
 def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    first: Any = find((*args, *kwargs.values()))
-    _refuse(name, first)
-    plain, reverse, inplace = _plain_name(name)
-    inplace = inplace or bool(kwargs.get("inplace"))
+    if name in REFUSED or not torch.is_grad_enabled():
+        _refuse(name, find((*args, *kwargs.values())))
+    plain, reverse, inplace, handler, func = (_way if is_compiling() else _known_way)(name, func)
+    inplace = inplace or bool(kwargs and kwargs.get("inplace"))
     target = args[0] if args else None
     if inplace and not isinstance(target, Streams):  # of a plain tensor: it is changed itself
         return NotImplemented
-    handler = TABLE.get(plain)
     if handler is not None:
-        args, kwargs = _positional(plain, args, kwargs)
+        if kwargs:
+            args, kwargs = _positional(plain, args, kwargs)
         if reverse:
             args = (args[1], args[0])
-        if plain != name:
-            func = _functional(plain, func)
         if inplace and "inplace" in kwargs:
             kwargs = {**kwargs, "inplace": False}
         result = handler(plain, seen(func), args, kwargs)
@@ -453,6 +473,7 @@ def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
                 _mark(result)
             return _assign(target, result, name) if inplace else result
     if inplace:
+        first: Any = find((*args, *kwargs.values()))
         raise RuntimeError(
             f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in "
             "opaque=[...]."
@@ -460,10 +481,18 @@ def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     return NotImplemented
 
 
-def _refuse(name: str, first: Streams) -> None:
+def _way(name: str, func: Callable) -> tuple[str, bool, bool, Callable | None, Callable]:
+    """Of a function: its plain name, whether it is reversed and in place, its row, and what is run on the parts."""
+    plain, reverse, inplace = _plain_name(name)
+    handler = TABLE.get(plain)
+    return plain, reverse, inplace, handler, func if handler is None or plain == name else _functional(plain, func)
+
+
+_known_way = functools.cache(_way)
+
+
+def _refuse(name: str, first: Any) -> None:
     """What would lose gradients, or hooks, without a word."""
-    if torch.is_grad_enabled() and name not in REFUSED:
-        return
     block = first.site.block or "a block"
     if not torch.is_grad_enabled() and name not in ASKING:
         raise RuntimeError(
@@ -480,8 +509,6 @@ def _refuse(name: str, first: Streams) -> None:
 
 def _positional(plain: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Leading arguments that were given by name, in their places."""
-    if not kwargs:
-        return args, kwargs
     names = LEADING.get(plain, ("input", "other"))
     for key in names[len(args) :]:
         if key not in kwargs:

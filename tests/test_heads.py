@@ -285,7 +285,16 @@ def test_eval_and_no_grad_give_plain_tensors_and_remove_undoes():
     assert type(model.eval()(ids)) is torch.Tensor
     assert type(model.train()(ids)) is heads.Scores
     hb.remove_(model)
-    assert type(model(ids)) is torch.Tensor and "forward" not in model.__dict__
+    assert type(model(ids)) is torch.Tensor and all("forward" not in m.__dict__ for m in model.modules())
+
+
+def test_blocks_run_under_no_mode():
+    model, ids, _ = made()
+    hb.apply_(model, hb.ChunkedLoss())
+    modes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
+    assert type(model(ids)) is heads.Scores and modes == [0, 0]
 
 
 def test_frozen_head_and_frozen_body(few_rows):
@@ -372,7 +381,7 @@ def test_a_model_without_a_large_head_is_a_named_error():
     model, _, _ = made(classes=10)
     with pytest.raises(ValueError, match="no linear layer outside of its blocks with 4096 outputs"):
         hb.apply_(model, hb.ChunkedLoss())
-    assert "forward" not in model.__dict__
+    assert all("forward" not in m.__dict__ for m in model.modules())
 
 
 # Recompute in parts of a batch
