@@ -126,6 +126,12 @@ def apart(experiment: str, name: str) -> str:
     return _signed(_arm(experiment, name)["against"]["test_loss"]["mean"], 3)
 
 
+def step(experiment: str, name: str) -> str:
+    """The time of a step of an arm, of exact training's."""
+    exact = _arm(experiment, _experiment(experiment)["against"])
+    return f"{_arm(experiment, name)['time']['step_ms'] / exact['time']['step_ms']:.1f}"
+
+
 def most(experiment: str, name: str) -> str:
     """The peak of an arm, of the arm that it is compared with."""
     return f"{_arm(experiment, name)['against']['ratio']['peak']:.2f}"
@@ -320,7 +326,7 @@ def examples() -> str:
     return "\n\n".join(parts)
 
 
-MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least, apart, most)
+MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most)
 MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
 MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
 
