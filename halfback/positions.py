@@ -160,14 +160,18 @@ def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: st
 
 
 @constant
-@functools.lru_cache(maxsize=64)
 def stride(grid: tuple[int, ...], counts: tuple[int, ...], c: int, sampler: str) -> int:
     """Positions.stride of what keeps c positions, whichever phase is drawn, and none of them is always kept."""
-    n, every = math.prod(grid), math.prod(grid) // c
-    if len(grid) > 1 or sampler not in ("grid", "fixed") or every == 1 or every * c != n or starts(n, counts) % c:
+    n = math.prod(grid)
+    if len(grid) > 1 or sampler not in ("grid", "fixed") or c == n or n % c or starts(n, counts) % c:
         return 0
-    kept = np.sort(dithered(grid).reshape(every, c))
-    return every if (np.diff(kept) == every).all() else 0
+    return _stride(n, c)
+
+
+@functools.lru_cache(maxsize=64)
+def _stride(n: int, c: int) -> int:
+    kept = np.sort(dithered((n,)).reshape(n // c, c))
+    return n // c if (np.diff(kept) == n // c).all() else 0
 
 
 def base_order(grid: tuple[int, ...], sampler: str, rng: np.random.Generator) -> np.ndarray:

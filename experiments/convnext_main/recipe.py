@@ -26,6 +26,7 @@ RECIPE = Recipe(
         drop_path=0.1,
         device="cuda",
         dtype="bf16",
+        compile=True,
         channels_last=True,
         save_every=195 * 15,
         best=False,

@@ -45,6 +45,7 @@ RECIPE = Recipe(
         drop_path=0.1,
         device="cuda",
         dtype="bf16",
+        compile=True,
         save_every=195 * 15,
         best=False,
     ),
