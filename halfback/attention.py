@@ -270,6 +270,7 @@ def _backward(kernel: str, grad, q, k, v, out, lse, mask, causal: bool, scale) -
         )
     elif kernel == "cudnn":
         noise = torch.zeros((), dtype=torch.int64, device=q.device)
+        grad = grad if grad.stride() == out.stride() else as_laid_out(grad, out)  # its plans are kept by the strides of q, k and v alone
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), noise, noise, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
         )
@@ -437,7 +438,7 @@ def _strided_backward(s: int, first: Tensor, kernel: str, grad, q, k, v, out, ls
     below = (order - up).clamp(min=0)
     cells = [unfold(x.index_select(2, below), 2, (n // s, s)) for x in (k, v)]
     dq, *dfirst = _first_cell(torch.arange(s, device=k.device) >= up, grad, q, cells[0][:, :, 0], cells[1][:, :, 0], out, lse, scale)
-    rows = [x[:, :, 1:] for x in (grad, q, out)]
+    rows = [as_laid_out(x[:, :, 1:], out[:, :, 1:]) for x in (grad, q, out)]  # of one layout, for cudnn, see there
     lse = lse[:, :, 1:].contiguous()
     rest, parts = dq[:, :, 1:], []
     for j in range(s):
