@@ -9,10 +9,8 @@
 
 "qkv" rests on a property of fused attention: its backward needs of the forward only A and the log-sum-exp of each row. Given the
 kept Q, K, V and the LSE over *all* keys, the fused backward computes exactly the kept-by-kept block of dM = S * (dS - rowsum(dA * A)).
-Causal "query" rests on it too, and needs no mask of k x n. Where every s-th position is kept, a row's last s keys are its cell: the keys
-that stand at the same place of their cells are seen by rows in causal order, so s causal backwards of k x k do, each given the LSE over
-all keys. Elsewhere rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are not held but
-put in as zeros.
+Causal "query" rests on it too: rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are
+not held but put in as zeros, and the kernel's own causal order does without a mask of n x k.
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), n positions, k kept ones, d the head's width.
 """
@@ -28,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .notes import constant, note
-from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, shared_parts, split, unfold
+from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -101,7 +99,7 @@ def _mask_rows(mask: Tensor | None, causal: bool, q: Streams, keys: int) -> tupl
         return q.at.kept.unsqueeze(1) >= order, q.at.dropped.unsqueeze(1) >= order
     if mask is None or mask.shape[-2] == 1:
         return mask, mask
-    return shared_parts(mask, q.at, mask.ndim - 2)
+    return split_parts(mask, q.at, mask.ndim - 2)
 
 
 def join(x: Streams | Tensor, ordered: bool) -> Tensor:
@@ -211,7 +209,7 @@ def _fused(q: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> str |
     dtype = run_dtype(q)
     if not q.is_cuda:
         return "cpu" if q.device.type == "cpu" and dtype != torch.float16 else None
-    if mask is not None or q.shape[-1] % 8:
+    if mask is not None or q.shape[-1] % 8 or q.shape[2] < 2:  # not every kernel takes a single row
         return None
     return _chosen(q.device.index or 0, dtype, q.shape[-1])
 
@@ -354,6 +352,8 @@ class KeptAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         output = kept_attention._init_fn(*inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
         _save(ctx, inputs, output)
         return output
 
@@ -391,7 +391,7 @@ attention.register_autograd(_restore_all, setup_context=_save_all)
 
 @torch.library.custom_op("halfback::row_attention", mutates_args=())
 def row_attention(
-    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, stride: int, kernel: str, scale: float | None
+    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, kernel: str, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of all positions: A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept queries
     q1, and to all keys and values."""
@@ -400,69 +400,27 @@ def row_attention(
 
 
 @row_attention.register_fake
-def _(q1, k, v, q, index, stride, kernel, scale):
+def _(q1, k, v, q, index, kernel, scale):
     return _fake_parts(q1, v, q)
 
 
 def _save_rows(ctx, inputs, output) -> None:
-    q1, k, v, _, index, stride, kernel, scale = inputs
+    q1, k, v, _, index, kernel, scale = inputs
     out1, _, lse1 = output
     ctx.save_for_backward(q1, k, v, out1, lse1, index)
-    ctx.stride, ctx.kernel, ctx.scale = stride, kernel, scale
+    ctx.kernel, ctx.scale = kernel, scale
 
 
 def _restore_rows(ctx, grad, _, __):
-    q, k, v, out, lse, index = ctx.saved_tensors
-    if ctx.stride and q.shape[2] > 2:  # no kernel has to take a single row
-        grads = _strided_backward(ctx.stride, index[0, 0], ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
-    else:
-        grads = _zeros_backward(index[0, : q.shape[2]], ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
-    return *grads, *[None] * 5
-
-
-def _zeros_backward(at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
     """Kept rows in their places, zeros in the others: as if nothing had been dropped."""
+    q1, k, v, out1, lse1, index = ctx.saved_tensors
+    at = index[0, : q1.shape[2]]
 
     def whole(x: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:2], k.shape[2], *x.shape[3:]).index_copy(2, at, x)
 
-    dq, dk, dv = _backward(kernel, whole(grad), whole(q), k, v, whole(out), whole(lse), None, True, scale)
-    return dq.index_select(2, at), dk, dv
-
-
-def _strided_backward(s: int, first: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
-    """Row i, at position s * i + first, sees the cells 0 ... i of the keys moved up, so that it is its own cell's last. Of cell 0 some
-    may stand before the beginning, so it is treated apart: k rows of s keys, written out."""
-    n, up = k.shape[2], s - 1 - first
-    order = torch.arange(n, device=k.device)
-    below = (order - up).clamp(min=0)
-    cells = [unfold(x.index_select(2, below), 2, (n // s, s)) for x in (k, v)]
-    dq, *dfirst = _first_cell(torch.arange(s, device=k.device) >= up, grad, q, cells[0][:, :, 0], cells[1][:, :, 0], out, lse, scale)
-    rows = [as_laid_out(x[:, :, 1:], out[:, :, 1:]) for x in (grad, q, out)]  # of one layout, for cudnn, see there
-    lse = lse[:, :, 1:].contiguous()
-    rest, parts = dq[:, :, 1:], []
-    for j in range(s):
-        dq_j, *dkv = _backward(kernel, rows[0], rows[1], cells[0][:, :, 1:, j], cells[1][:, :, 1:, j], rows[2], lse, None, True, scale)
-        rest = rest + dq_j
-        parts.append(dkv)
-    zeros = k.new_zeros(*k.shape[:2], s, k.shape[3])  # those after the last row, which nobody sees
-    dk, dv = [
-        torch.cat((dfirst[i], torch.stack([p[i] for p in parts], 3).flatten(2, 3), zeros), 2).index_select(2, order + up) for i in (0, 1)
-    ]
-    return torch.cat((dq[:, :, :1], rest), 2), dk, dv
-
-
-def _first_cell(there: Tensor, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of attention to few keys, of which some are not there."""
-    groups = k.shape[1]
-    shape = groups, q.shape[1] // groups
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, grad, out, lse = unfold(q, 1, shape), unfold(grad, 1, shape), unfold(out, 1, shape), unfold(lse, 1, shape).unsqueeze(-1)
-    k, v = k.unsqueeze(2), v.unsqueeze(2)
-    p = torch.where(there, ((q @ k.mT).to(lse.dtype) * scale - lse).exp(), 0)
-    ds = p * ((grad @ v.mT).to(lse.dtype) - (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)) * scale
-    p, ds = p.to(q.dtype), ds.to(q.dtype)
-    return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
+    dq, dk, dv = _backward(ctx.kernel, whole(grad), whole(q1), k, v, whole(out1), whole(lse1), None, True, ctx.scale)
+    return dq.index_select(2, at), dk, dv, None, None, None, None
 
 
 row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
@@ -474,6 +432,8 @@ class RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         output = row_attention._init_fn(*inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
         _save_rows(ctx, inputs, output)
         return output
 
@@ -489,14 +449,16 @@ def _fold(x: Tensor, each: int) -> Tensor:
 
 
 def _steady(q: Tensor, k: Tensor, v: Tensor, kernel: str, causal: bool, scale) -> Tensor:
-    return torch.ops.halfback.attention(*[x if x.stride(-1) == 1 else x.contiguous() for x in map(cast, (q, k, v))], kernel, causal, scale)[
-        0
-    ]
+    q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in map(cast, (q, k, v))]
+    out, _ = torch.ops.halfback.attention(q, k, v, kernel, causal, scale)
+    return out
 
 
 def steady(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """F.scaled_dot_product_attention by an op that is not random."""
     if query.ndim != 4 or attn_mask is not None or not _alike(query, key, value) or (is_causal and query.shape[2] != key.shape[2]):
+        return NotImplemented
+    if query.shape[1] != key.shape[1] and not enable_gqa:  # an error of torch's
         return NotImplemented
     kernel = _fused(query, value, None, dropout_p)
     return NotImplemented if kernel is None else _steady(query, key, value, kernel, is_causal, scale)
@@ -510,7 +472,7 @@ def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     q, k, v = cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (cast(k), cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
     run = torch.ops.halfback.row_attention if is_compiling() else RowAttention.apply
-    kept, dropped, _ = run(dense(q.kept), k, v, whole, q.at.index, q.at.stride, kernel, scale)
+    kept, dropped, _ = run(dense(q.kept), k, v, whole, q.at.index, kernel, scale)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 

@@ -37,7 +37,6 @@ from .streams import (
     absent,
     contains,
     find,
-    forget,
     merge,
     merge_all,
     merge_parts,
@@ -109,8 +108,6 @@ class State:
             self.key = tick(self.step)
 
     def finish(self) -> None:
-        for at in self.current or ():
-            forget(at)
         self.key = self.current = self.grid = None
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
@@ -387,7 +384,8 @@ class Steady(torch.overrides.TorchFunctionMode):
         kwargs, out = kwargs or {}, NotImplemented
         if func is F.scaled_dot_product_attention and find(args) is None and find(tuple(kwargs.values())) is None:
             out = steady(*args, **kwargs)
-        elif func is F.multi_head_attention_forward and find(args) is None:  # inside which a mode is off
+        elif func is F.multi_head_attention_forward and find(args) is None and find(tuple(kwargs.values())) is None:
+            # inside which a mode is off
             with self:
                 out = multi_head(*args, **kwargs)
         return func(*args, **kwargs) if out is NotImplemented else out

@@ -584,7 +584,8 @@ class Ledger(TorchFunctionMode):
         use = self.uses.get(id(t))
         if use is not None and use.ref() is t:
             value = use.value
-            if value.version == t._version and self.values.get(value.key) is value:
+            there = value.version == t._version and value.key == t.untyped_storage()._cdata and use.needs_grad == t.requires_grad
+            if there and self.values.get(value.key) is value:
                 return use
         if not ordinary(t):
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, shared_parts, split
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -45,7 +45,7 @@ def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
         return None
     if sizes != tuple(like.extents):
         t = t.expand(*t.shape[:first], *like.extents, *t.shape[first + like.span :])
-    return shared_parts(t.flatten(first, first + like.span - 1), like.at, first)
+    return split_parts(t.flatten(first, first + like.span - 1), like.at, first)
 
 
 def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:

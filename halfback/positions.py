@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .notes import LISTENERS, constant, rank
+from .notes import LISTENERS, rank
 
 SAMPLERS = ("grid", "random", "frames", "fixed")
 RAMPS = ("uniform", "increasing", "decreasing")
@@ -45,7 +45,6 @@ class Positions:
 
     index   (2, n) int64. Row 0: the kept positions, then the dropped ones. Row 1: where each position stands in row 0.
     noise   one random number of this draw, for whatever else has to be chosen (attention heads)
-    stride  every stride-th position is kept, beginning with one of the first `stride`; 0: it is not known to be so
     coarse  the same split on a grid that is `factor` times coarser; each of its cells owns adjacent entries of row 0.
     """
 
@@ -56,7 +55,6 @@ class Positions:
     coarse: Positions | None = None
     factor: tuple[int, ...] = ()
     noise: Tensor | None = None
-    stride: int = 0
 
     @property
     def n(self) -> int:
@@ -88,13 +86,13 @@ class Positions:
 
 
 def _flatten(p: Positions):
-    return (p.index, p.coarse, p.noise), (p.k, p.grid, p.always, p.factor, p.stride)
+    return (p.index, p.coarse, p.noise), (p.k, p.grid, p.always, p.factor)
 
 
 def _unflatten(children, context) -> Positions:
     index, coarse, noise = children
-    k, grid, always, factor, stride = context
-    return Positions(index, k, grid, always, coarse, factor, noise, stride)
+    k, grid, always, factor = context
+    return Positions(index, k, grid, always, coarse, factor, noise)
 
 
 pytree.register_pytree_node(Positions, _flatten, _unflatten, serialized_type_name="halfback.Positions")
@@ -157,21 +155,6 @@ def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: st
     if masks == "independent":
         return [first, *(phase() for _ in counts[1:])]
     return [(first + sum(counts[:i])) % n if masks == "disjoint" else first for i in range(len(counts))]
-
-
-@constant
-def stride(grid: tuple[int, ...], counts: tuple[int, ...], c: int, sampler: str) -> int:
-    """Positions.stride of what keeps c positions, whichever phase is drawn, and none of them is always kept."""
-    n = math.prod(grid)
-    if len(grid) > 1 or sampler not in ("grid", "fixed") or c == n or n % c or starts(n, counts) % c:
-        return 0
-    return _stride(n, c)
-
-
-@functools.lru_cache(maxsize=64)
-def _stride(n: int, c: int) -> int:
-    kept = np.sort(dithered((n,)).reshape(n // c, c))
-    return n // c if (np.diff(kept) == n // c).all() else 0
 
 
 def base_order(grid: tuple[int, ...], sampler: str, rng: np.random.Generator) -> np.ndarray:
@@ -317,9 +300,7 @@ def draw(
                 size = tuple([g * f for g, f in zip(size, factors[level - 1], strict=True)])
                 k = k * math.prod(factors[level - 1])
             index = packed[i, start : start + 2 * n].view(2, n)
-            factor = tuple(factors[level - 1]) if level else ()
-            every = stride(grid, tuple(counts), c, sampler) if level == always == 0 else 0
-            at = Positions(index, k, size, always if level == 0 else 0, at, factor, packed[i, -1], every)
+            at = Positions(index, k, size, always if level == 0 else 0, at, tuple(factors[level - 1]) if level else (), packed[i, -1])
             start += 2 * n
         drawn.append(at)
     return drawn

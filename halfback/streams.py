@@ -120,30 +120,6 @@ def split_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
     return Split.apply(x, at.index, at.k, dim)
 
 
-REMEMBERED = 8
-
-
-def shared_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
-    """Both parts of a tensor that gets no gradient. Every layer asks for those of the same few (sines, masks): they are split once, and
-    held once, in a forward. What is computed again in a backward, whose end nobody tells, is not remembered."""
-    if is_compiling() or x.requires_grad or x.is_inference() or torch._C._current_graph_task_id() != -1:
-        return split_parts(x, at, dim)
-    known = at.__dict__.setdefault("known", {})
-    key = (x.untyped_storage()._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, dim)
-    if key not in known:
-        if len(known) >= REMEMBERED:
-            del known[next(iter(known))]
-        known[key] = x, split_parts(x, at, dim)  # with x, or its storage could be another's
-    return known[key][1]
-
-
-def forget(at: Positions | None) -> None:
-    """At the end of a forward."""
-    while at is not None:
-        at.__dict__.pop("known", None)
-        at = at.coarse
-
-
 def merge_parts(kept: Tensor, dropped: Tensor, at: Positions, dim: int) -> Tensor:
     run = Merge.apply if kept.requires_grad or dropped.requires_grad else interleave
     if kept.ndim > 2 and dim == kept.ndim - 1:

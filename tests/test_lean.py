@@ -551,3 +551,26 @@ def test_a_tied_weight_and_a_layer_called_three_times():
     model.zero_grad()
     model(x).square().sum().backward()
     assert torch.equal(model.layer.weight.grad, wanted)
+
+
+class Tripled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        before = F.silu(h)
+        h.data = h.data * 3
+        return (self.second(F.gelu(h)) + before).sum()
+
+
+def test_a_tensor_that_was_given_other_data_is_another():
+    torch.manual_seed(0)
+    model, x = Tripled(), torch.randn(4, 8)
+    model(x).backward()
+    plain = model.second.weight.grad.clone()
+    model.zero_grad()
+    hb.apply_(model, hb.Lean())
+    model(x).backward()
+    assert torch.allclose(model.second.weight.grad, plain, atol=1e-6)
