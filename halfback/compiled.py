@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from . import codes, kernels
-from .attention import cast, multi_head, run_dtype
-from .layers import Coded, StoredLinear, after, code_name
+from .attention import cast, multi_head
+from .layers import Coded, StoredLinear, code_name
 from .notes import constant
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
@@ -52,23 +52,6 @@ class SignedReLU(torch.autograd.Function):
     def backward(ctx, grad):
         positive = ctx.layout.of_flat(kernels.unpack_bits(ctx.saved_tensors[0], ctx.layout.n))
         return torch.where(positive, grad, 0)
-
-
-class OrderedLinear(torch.autograd.Function):
-    """A linear layer whose input is computed again, for dW: dx, as large as that input, waits until dW is there and the input is gone."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
-        return grad @ after(weight, grad_weight), grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class StoredConvolution(torch.autograd.Function):
@@ -122,29 +105,16 @@ class Marking(TorchFunctionMode):
                 out = func(*args, **{**kwargs, "inplace": False})
             args[0].copy_(out)
             return out
-        if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
-            return args[0]  # and so the one that a layer reads is the one that was made
         if self.watch.store is not None and self.watch.on:
             out = self.approximate(name, args, kwargs)
             if out is not None:
                 return out
-        if name == "linear" and len(args) > 1:
-            return self.linear(func, args, kwargs)
+        if name == "linear" and len(args) > 1 and args[0].ndim > 2 and not args[0].is_contiguous():
+            args = (self.again(Tensor.contiguous, args[:1], {}), *args[1:])  # which it would do itself, unmarked
         out = self.again(func, args, kwargs) if name in AGAIN else func(*args, **kwargs)
         if name in NORMS:
             self.normed.append(out)
         return out
-
-    def linear(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-        if args[0].ndim > 2 and not args[0].is_contiguous():
-            args = (self.again(Tensor.contiguous, args[:1], {}), *args[1:])  # which it would do itself, unmarked
-        if not kwargs and self.waits(args[0], args[1]):
-            return OrderedLinear.apply(args[0], *[cast(a) for a in args[1:]], *[None] * (3 - len(args)))
-        return func(*args, **kwargs)
-
-    def waits(self, x: Tensor, weight: Tensor) -> bool:
-        """Is x computed again, and larger than what comes of it?"""
-        return x in self.marked and x.dtype == run_dtype(x) and x.shape[-1] > weight.shape[0] and weight.requires_grad
 
     def again(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Run a function, marked. What one marked function makes and another reads would be held, as what stands between two
@@ -160,6 +130,8 @@ class Marking(TorchFunctionMode):
         bits = self.watch.activation_bits
         if not args:
             return None
+        if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
+            return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
             code = code_name(name, kwargs)
             out = Coded.apply(args[0], *_table(code, bits, args[0].device), code)

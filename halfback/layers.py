@@ -429,17 +429,6 @@ def _copy_of(use: Use, t: Tensor) -> Recipe:
     return _shorter("reshape", Recipe(Tensor.reshape, (use, t.shape), {}), t)
 
 
-@torch.library.custom_op("halfback::after", mutates_args=())
-def after(x: Tensor, first: Tensor) -> Tensor:
-    """A copy of x, made when `first` is there."""
-    return x.clone()
-
-
-@after.register_fake
-def _(x: Tensor, first: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 class StoredLinear(torch.autograd.Function):
     """dx = dy W and db exact; dW = dy' x_hat, x_hat from a store. Of rows only the kept ones are multiplied."""
 
@@ -461,8 +450,8 @@ class StoredLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[1]:
             x = ctx.store.restore(tuple(held), ctx.layout)
             grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
-        if ctx.needs_input_grad[0]:  # the compiler may do it first, and have it beside x_hat, unless dW has to be there
-            grad_x = grad @ (after(weight, grad_weight) if grad_weight is not None and torch.compiler.is_compiling() else weight)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
         return grad_x, grad_weight, grad_bias, None, None
