@@ -346,18 +346,21 @@ def _restore(ctx, grad, _, __):
 kept_attention.register_autograd(_restore, setup_context=_save)
 
 
-class KeptAttention(torch.autograd.Function):
-    """The same without what an op needs for the compiler's sake: that takes longer to call than it takes to run."""
+class Direct(torch.autograd.Function):
+    """An op of these without what it needs for the compiler's sake: that takes longer to call than it takes to run."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = kept_attention._init_fn(*inputs)
+    def forward(ctx, op, save, restore, *inputs):
+        output = op._init_fn(*inputs)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        _save(ctx, inputs, output)
+        save(ctx, inputs, output)
+        ctx.restore = restore
         return output
 
-    backward = staticmethod(_restore)
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, None, *ctx.restore(ctx, *grads)
 
 
 @torch.library.custom_op("halfback::attention", mutates_args=())
@@ -426,20 +429,6 @@ def _restore_rows(ctx, grad, _, __):
 row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
 
 
-class RowAttention(torch.autograd.Function):
-    """As KeptAttention."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = row_attention._init_fn(*inputs)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        _save_rows(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_restore_rows)
-
-
 def _repeat(x: Tensor, each: int) -> Tensor:
     return x if each == 1 else x.repeat_interleave(each, 1)
 
@@ -471,8 +460,9 @@ def _alike(q: Tensor | Streams, k: Tensor, v: Tensor) -> bool:
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     q, k, v = cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (cast(k), cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
-    run = torch.ops.halfback.row_attention if is_compiling() else RowAttention.apply
-    kept, dropped, _ = run(dense(q.kept), k, v, whole, q.at.index, kernel, scale)
+    inputs = dense(q.kept), k, v, whole, q.at.index, kernel, scale
+    op = torch.ops.halfback.row_attention
+    kept, dropped, _ = op(*inputs) if is_compiling() else Direct.apply(row_attention, _save_rows, _restore_rows, *inputs)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 
@@ -487,8 +477,9 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
         mask = mask.expand(*mask.shape[:2], q.at.n, q.at.n)
     ordered = causal or mask is not None
     whole = [join(x.like(x.kept.detach(), x.dropped.detach()), ordered) for x in (q, k, v)]
-    run = torch.ops.halfback.kept_attention if is_compiling() else KeptAttention.apply
-    kept, dropped, _ = run(q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale)
+    inputs = q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale
+    op = torch.ops.halfback.kept_attention
+    kept, dropped, _ = op(*inputs) if is_compiling() else Direct.apply(kept_attention, _save, _restore, *inputs)
     return q.like(kept, dropped.detach(), role=BRANCH)
 
 
