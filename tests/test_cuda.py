@@ -168,7 +168,7 @@ def check_row_attention() -> None:
             times.append(1000 * (time.perf_counter() - began))
         used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
         print(
-            f"row attention {kernel} of {n} tokens, stride {at.stride}: {used:.1f} times the queries, back in {min(times):.1f} ms",
+            f"row attention {kernel} of {n} tokens: {used:.1f} times the queries, back in {min(times):.1f} ms",
             flush=True,
         )
         assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone
