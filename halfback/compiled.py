@@ -37,6 +37,11 @@ AGAIN = frozenset(
 )
 
 
+# For torch.compile(model, options=...) of a model with recomputed blocks. Left to itself, the compiler keeps a block's largest tensors when
+# it is done with them, for the next block to write into, and beside the backward of attention they are half of what is alive.
+OPTIONS = {"allow_buffer_reuse": False}
+
+
 class SignedReLU(torch.autograd.Function):
     """A ReLU that remembers where its output was positive."""
 

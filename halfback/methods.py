@@ -183,7 +183,8 @@ class SkipTokens(Method):
 @dataclass(frozen=True)
 class Recompute(Method):
     """Blocks are checkpointed: what they hold is computed again in the backward. Beside SBP the dropped positions' part of that
-    falls away in a compiled model.
+    falls away in a compiled model. Compile with options={"allow_buffer_reuse": False}, or the compiler holds a block's tensors for the
+    next one.
 
     layers    "all", "last 2/3", names, glob patterns, or a function of (name, module)
     sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.

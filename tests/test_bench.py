@@ -233,6 +233,20 @@ def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
     assert step.measured()["memory"] == "held"
 
 
+def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(monkeypatch):
+    reuse, real = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph, inputs):
+        reuse.append(torch._inductor.config.allow_buffer_reuse)
+        return real(graph, inputs)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
+    for text in ("plain", "recompute"):
+        torch._dynamo.reset()
+        Step(Place("cpu", True, batch=4).spec("small-vit"), Row(text, text, True), PLACE, Turn(None)).warm_up()
+    assert reuse == [True, False] and torch._inductor.config.allow_buffer_reuse
+
+
 def test_the_largest_that_fits_is_found():
     for limit in (1, 7, 40, 1000):
         for start, factor in ((1, 2.0), (35, 1.1), (300, 2.0)):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiled import OPTIONS
 from ..methods import parse
 from ..rewrite import Report, apply_
 from .measure import GIB, STEPS, floor, measure, measure_cpu, shares
@@ -88,15 +89,15 @@ def give_memory_back() -> None:
         torch.cuda.empty_cache()
 
 
-def compile_first(model: nn.Module, backend: str, turn: Turn, fullgraph: bool) -> Any:
-    """torch.compile, which takes its turn when it has compiled and begins to run."""
+def compile_first(model: nn.Module, backend: str, turn: Turn, fullgraph: bool, options: dict[str, Any]) -> Any:
+    """torch.compile, which takes its turn when it has compiled and begins to run. Options are inductor's."""
     inner: Any = torch._dynamo.lookup_backend(backend)
 
     # The backward too, which would wait for the first backward pass, and so be compiled in our turn.
     early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[attr-defined]
 
     def outer(graph: Any, inputs: Any) -> Any:
-        with early:
+        with early, torch._inductor.config.patch(options):
             compiled = inner(graph, inputs)
 
         def run(*args: Any) -> Any:
@@ -170,14 +171,15 @@ class Step:
         return {**told, "compile_s": round(time.time() - began, 1)}
 
     def _compile(self) -> None:
-        self.forward = compile_first(self.model, self.place.backend, self.turn, True)
+        options = OPTIONS if "recompute" in self.row.text else {}
+        self.forward = compile_first(self.model, self.place.backend, self.turn, True, options)
         try:
             self()
         except torch._dynamo.exc.Unsupported as e:
             print(f"not in one graph: {e}", file=sys.stderr, flush=True)
             self.fullgraph = False
             torch._dynamo.reset()
-            self.forward = compile_first(self.model, self.place.backend, self.turn, False)
+            self.forward = compile_first(self.model, self.place.backend, self.turn, False, options)
 
     def _told(self) -> dict[str, Any]:
         told: dict[str, Any] = {"fullgraph": self.fullgraph} if self.row.compiled else {}

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
+from ..compiled import OPTIONS
 from ..course import Course
 from ..extras import install
-from ..methods import from_json
+from ..methods import Recompute, from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
 from ..report import readable
@@ -87,7 +88,8 @@ class Training:
         self.best = -math.inf
         self.last: dict[str, Any] = {}
         if settings.compile:
-            self.run = torch.compile(self.model)  # type: ignore[assignment]
+            recomputes = settings.exact_tail or any(isinstance(m, Recompute) for m in self.methods)
+            self.run = torch.compile(self.model, options=dict(OPTIONS) if recomputes else None)  # type: ignore[assignment, arg-type]
         if self.world.size > 1 and not self.sharded:
             self.run = DistributedDataParallel(self.run)
 
