@@ -161,6 +161,8 @@ def test_the_memory_layout_of_the_images_does_not_matter(layout):
     [
         ({"crop": -1}, "crop=-1 must be at least 0"),
         ({"mixup": math.nan}, "mixup=nan must be at least 0"),
+        ({"mixup": 1.0, "mixing": 1.5}, "mixing=1.5 must lie in 0 ... 1"),
+        ({"mixing": 0.5}, "mixing=0.5 is the chance that a sample is mixed, and nothing mixes"),
         ({"magnitude": 11}, "magnitude=11 must lie in 0 ... 10"),
         ({"erase": 1.5}, "erase=1.5 must lie in 0 ... 1"),
         ({"reflect": True}, "crop=0 pads nothing"),
@@ -237,6 +239,16 @@ def test_cutmix_shows_the_neighbour_in_one_box_and_its_label_to_the_same_share(s
     assert torch.allclose(targets.sum(1), torch.ones(64)) and (~own).any()
     for other in ~own:
         assert int(other.any(1).sum()) * int(other.any(0).sum()) == int(other.sum())
+
+
+@pytest.mark.parametrize("alphas", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_a_share_of_the_samples_is_mixed_and_the_others_are_themselves(alphas):
+    x, y = torch.randn(4000, 1, 8, 8, generator=seeded()), torch.arange(4000) % 7
+    mixed, targets = Augment(**alphas, mixing=0.3).mixed(x, y, seeded(), 7)
+    same = (mixed == x).flatten(1).all(1)
+    assert 0.68 < same.float().mean() < 0.8  # a box may be empty, and a lambda 1
+    assert torch.equal(targets[same], torch.nn.functional.one_hot(y, 7).float()[same])
+    assert (Augment(**alphas, mixing=0.0).mixed(x, y, seeded(), 7)[0] == x).all()
 
 
 def test_with_both_a_batch_takes_one_of_them():

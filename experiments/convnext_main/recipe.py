@@ -22,6 +22,7 @@ RECIPE = Recipe(
         magnitude=4.0,
         mixup=0.8,
         cutmix=1.0,
+        mixing=0.5,
         smoothing=0.1,
         drop_path=0.1,
         device="cuda",

@@ -49,6 +49,7 @@ class Augment:
     erase         the probability that a box of a sample is erased
     mixup         alpha of mixup; 0: none
     cutmix        alpha of CutMix; 0: none. With both, each batch takes one of them, by a coin
+    mixing        the chance that a sample is mixed at all
     """
 
     crop: int = 0
@@ -59,14 +60,17 @@ class Augment:
     mixup: float = 0.0
     cutmix: float = 0.0
     reflect: bool = False
+    mixing: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("crop", "randaugment", "mixup", "cutmix"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Augment: {name}={getattr(self, name)} must be at least 0.")
-        for name, most in (("magnitude", 10), ("erase", 1)):
+        for name, most in (("magnitude", 10), ("erase", 1), ("mixing", 1)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"Augment: {name}={getattr(self, name)} must lie in 0 ... {most}.")
+        if self.mixing < 1 and not (self.mixup or self.cutmix):
+            raise ValueError(f"Augment: mixing={self.mixing} is the chance that a sample is mixed, and nothing mixes. Give mixup or cutmix.")
         if self.reflect and not self.crop:
             raise ValueError("Augment: reflect=True says how a crop is padded, and crop=0 pads nothing. Give crop, or leave reflect out.")
 
@@ -94,6 +98,8 @@ class Augment:
                 f"Augment: found {tuple(x.shape)} of {x.dtype}; only images and clips that went through prepared() can be mixed."
             )
         own = self._own(x, generator)
+        if self.mixing < 1:
+            own = torch.where(torch.rand(len(x), 1, 1, generator=generator, device=generator.device) < self.mixing, own, 1.0)
         pixels = own.to(x.dtype).view(len(x), *[1] * (x.ndim - 3), *own.shape[1:])
         hot = (y[:, None] == torch.arange(classes, device=y.device)).float()
         return torch.lerp(x.roll(1, 0), x, pixels), torch.lerp(hot.roll(1, 0), hot, own.mean((1, 2))[:, None])

@@ -63,9 +63,8 @@ class Training:
         if not self.per_epoch:
             raise ValueError(f"batch {settings.batch} is more than the {len(self.data.train)} samples of {settings.data}.")
         self.steps = settings.epochs * self.per_epoch
-        self.augment = Augment(
-            settings.crop, settings.flip, settings.randaugment, settings.magnitude, settings.erase, settings.mixup, settings.cutmix
-        )
+        s = settings
+        self.augment = Augment(s.crop, s.flip, s.randaugment, s.magnitude, s.erase, s.mixup, s.cutmix, mixing=s.mixing)
         self.generator = torch.Generator(self.device)
         self.model = self.run = self._model()
         self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None

@@ -80,6 +80,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "erase": "the chance that a box is erased",
         "mixup": "alpha of mixup",
         "cutmix": "alpha of CutMix; with both, each batch gets one of them",
+        "mixing": "the chance that a sample is mixed (default: 1)",
         "smoothing": "of labels",
         "drop_path": "the chance that a branch of the last block is skipped; earlier blocks less",
         "ema": "average the weights with this decay, and test those",

@@ -50,7 +50,7 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda v: v >= 0,
         "at least 0",
     ),
-    (("momentum", "smoothing", "drop_path", "erase", "exact_tail"), lambda v: 0 <= v <= 1, "in [0, 1]"),
+    (("momentum", "smoothing", "drop_path", "erase", "mixing", "exact_tail"), lambda v: 0 <= v <= 1, "in [0, 1]"),
     (("lr", "fall", "clip"), lambda v: v > 0, "above 0"),
     (("magnitude",), lambda v: 0 <= v <= 10, "in [0, 10]"),
     (("ema",), lambda v: 0 < v < 1, "in (0, 1), as 0.999"),
@@ -116,6 +116,7 @@ class Settings:
     erase: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mixing: float = 1.0
     smoothing: float = 0.0
     drop_path: float = 0.0
     ema: float | None = None  # decay of averaged weights, which are then tested
