@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .notes import constant, note
-from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, merge, merge_parts, same_layout, seen, split, split_parts, unfold
+from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, beyond, merge, merge_parts, same_layout, seen, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
 aten = torch.ops.aten
@@ -153,7 +153,9 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         kept = _steady(dense(q.kept), k, v, kernel, False, scale)
     else:
         kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
-    dropped = sdpa(q.dropped.detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
+    if beyond(q.device):
+        return q.like(kept, None, role=BRANCH)
+    dropped = sdpa(q.taken_apart()[1].detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
     return q.like(kept, dropped, role=BRANCH)
 
 
@@ -463,7 +465,7 @@ def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     inputs = dense(q.kept), k, v, whole, q.at.index, kernel, scale
     op = torch.ops.halfback.row_attention
     kept, dropped, _ = op(*inputs) if is_compiling() else Direct.apply(row_attention, _save_rows, _restore_rows, *inputs)
-    return q.like(kept, dropped.detach(), role=BRANCH)
+    return q.like(kept, None if beyond(q.device) else dropped.detach(), role=BRANCH)
 
 
 def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bool, scale) -> Streams:
@@ -480,7 +482,7 @@ def _kept_only(kernel: str, q: Streams, k: Streams, v: Streams, mask, causal: bo
     inputs = q.kept, k.kept, v.kept, *whole, mask, q.at.index, kernel, causal, scale
     op = torch.ops.halfback.kept_attention
     kept, dropped, _ = op(*inputs) if is_compiling() else Direct.apply(kept_attention, _save, _restore, *inputs)
-    return q.like(kept, dropped.detach(), role=BRANCH)
+    return q.like(kept, None if beyond(q.device) else dropped.detach(), role=BRANCH)
 
 
 # torch's composite multi-head attention, written out so that its parts meet the table

@@ -31,7 +31,9 @@ from .notes import constant, listen, note
 from .positions import Positions, draw, keeps, tick
 from .streams import (
     ROUTE,
+    RUNNING,
     TRUNK,
+    Call,
     Site,
     Streams,
     absent,
@@ -485,9 +487,11 @@ class Known(Standin):
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
-    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = ""):
+    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = "", kinds: dict[type, bool] | None = None):
         super().__init__(module, own)
         self.parts, self.name = parts, name
+        self.short: bool | None = None  # can it run again without dropped positions? None: not known; then as others of its kind
+        self.kinds = {} if kinds is None else kinds
         self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
 
     def __call__(self, *args, **kwargs):
@@ -569,7 +573,7 @@ class Recomputed(Standin):
             raise ValueError(f"Recompute(parts={self.parts}): the samples of a batch see each other in {self.name}. Leave parts=1 for it.")
 
     def streams(self, x: Streams, forward: Any, rest: tuple, kwargs: dict) -> Any:
-        # A grid may stay whole, for convolutions; of tokens the dropped part falls away in a compiled recomputation.
+        # A grid may stay whole, for convolutions; of tokens the dropped part is not all computed again.
         tensors = (x.whole,) if x.parts is None and x.span > 1 else x.taken_apart()
 
         def run(*inputs, **kw):
@@ -586,7 +590,19 @@ class Recomputed(Standin):
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
             _allow(False)
             return _settled(out)
-        return checkpoint(run, *tensors, *rest, use_reentrant=False, **kwargs)
+        kind = type(self.module)
+        call = Call(self.kinds.get(kind, False) if self.short is None else self.short)
+
+        def again(*inputs, **kw):
+            before, RUNNING.call, call.attentions = RUNNING.call, call, 0
+            try:
+                return run(*inputs, **kw)
+            finally:
+                RUNNING.call = before
+
+        out = checkpoint(again, *tensors, *rest, use_reentrant=False, **kwargs)
+        self.short = self.kinds[kind] = call.ended(x.device)
+        return out
 
 
 def _has_samples(t: Any, samples: int) -> bool:

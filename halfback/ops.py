@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, find, merge, same_layout, seen, split, split_parts
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, absent, find, merge, on_dropped, same_layout, seen, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -76,7 +76,7 @@ def _role(streams: Sequence[Streams], weights: bool = False) -> str:
 def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
     """f on each part (rule 1). f may return a tensor or a sequence of them."""
     kept, dropped = s.taken_apart()
-    return _zip(s, f(kept), None if dropped is None else f(dropped), axis, span, outer, role)
+    return _zip(s, f(kept), None if dropped is None else on_dropped(f, dropped), axis, span, outer, role)
 
 
 def _zip(s: Streams, kept: Any, dropped: Any, axis=None, span=None, outer=None, role=None) -> Any:
@@ -121,8 +121,8 @@ def pointwise(name, func, args, kwargs):
         dropped_args, role = _cut(dropped_args, streams, args, role)
     kept = func(*kept_args, **{key: pair[0] for key, pair in named.items()}) if named else func(*kept_args)
     dropped = None
-    if like.dropped is not None:
-        dropped = func(*dropped_args, **{key: pair[1] for key, pair in named.items()}) if named else func(*dropped_args)
+    if not absent(like):
+        dropped = on_dropped(func, *dropped_args, **{key: pair[1] for key, pair in named.items()})
     return like.like(kept, dropped, axis=kept.ndim - like.part_ndim + like.axis, role=role)
 
 
@@ -288,7 +288,7 @@ def cat(name, func, args, kwargs):
         return NotImplemented
     axis = dim if dim <= like.axis else dim - like.span + 1
     kept = func(pairs[0], axis)
-    dropped = None if like.dropped is None else func(pairs[1], axis)
+    dropped = None if absent(like) else on_dropped(func, pairs[1], axis)
     moved = 1 if name == "stack" and axis <= like.axis else 0
     return like.like(kept, dropped, axis=like.axis + moved, role=_role(streams))
 
@@ -329,7 +329,7 @@ def _viewed(s: Streams, shape: list[int], axis: int, span: int, outer: int, func
     kept, dropped = s.taken_apart()
     kept = func(kept, (*front, outer * s.at.k, *back))
     if dropped is not None:
-        dropped = func(dropped, (*front, outer * (s.at.n - s.at.k), *back))
+        dropped = on_dropped(func, dropped, (*front, outer * (s.at.n - s.at.k), *back))
     return s.like(kept, dropped, axis, span, outer)
 
 

@@ -379,6 +379,8 @@ class Planner:
                     return point
             tightest = min((c for k in kinds if (c := self.choose(k, None)) is not None), key=lambda c: c.peak, default=None)
             point = self.point(tightest) if tightest is not None else None
+            if point is not None and max(self.needs(point.peak), least) <= budget:  # it was thought to need more
+                return point
             if point is not None and (smallest is None or point.peak < smallest.peak):
                 smallest = point
         assert smallest is not None

@@ -177,9 +177,10 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         states.append(_watch(model, lean, [b for b in found if spared or b[0] not in recomputed], report))
     if streamed and chosen:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
+    kinds: dict[type, bool] = {}
     for name in recomputed:
         block = modules[name]
-        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name)
+        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds)
     for block in (modules[name] for name in chosen):
         if not isinstance(block.__dict__.get("forward"), Standin):
             block.forward = Known(block, block.__dict__.get("forward"))

@@ -14,6 +14,13 @@ NOTE [five rules]
     at the output of a convolution that is split again: never at a merge.
  5. Streams end where the chosen blocks end: the exit of the last one merges, uncut (rewrite.py).
 
+NOTE [again]
+Behind the attention of a block, dropped positions are computed for the forward alone: their branches are cut. So when a recomputed block
+runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
+runs: what dropped positions save behind an attention goes past it, and is held by those who saved it until they are cut. A block that
+asked for dropped positions there (a merge), or drew random numbers, runs again as a whole; so does one of which that is not known, from
+an earlier run of it or of another of its kind.
+
 NOTE [layout]
 The whole tensor has shape (a..., P..., b...), where P are the `span` adjacent axes that positions lie on: one for tokens,
 (H, W) for images. A part holds them flattened: (a..., p, b...), with p at `axis`. Where code folded the batch into the
@@ -51,6 +58,75 @@ class Site:
     block: str = ""
     owner: int = 0
     attention: str = "query"
+
+
+# Blocks that run again: NOTE [again]
+
+
+class Call:
+    """One run of a recomputed block, and its second one."""
+
+    def __init__(self, short: bool) -> None:
+        self.short = short  # dropped positions are left out of the second one
+        self.attentions = 0  # so far
+        self.last: int | None = None  # how many there were; None in the first run
+        self.asked = False  # for dropped positions, behind the last of them
+        self.noise: list[bytes] = []  # the states of random generators there
+
+    @property
+    def leaves_out(self) -> bool:
+        return self.short and self.attentions == self.last and not self.asked
+
+    def ended(self, device: torch.device) -> bool:
+        """After the first run: could the second be short?"""
+        self.last = self.attentions
+        self.asked = self.asked or (self.last > 0 and self.noise != _noise(device))
+        return self.last > 0 and not self.asked
+
+
+class Running(threading.local):
+    call: Call | None = None
+
+
+RUNNING = Running()
+
+
+def _noise(device: torch.device) -> list[bytes]:
+    generators = [torch.default_generator, *(torch.cuda.default_generators[device.index or 0 :][:1] if device.type == "cuda" else ())]
+    return [g.get_state().numpy().tobytes() for g in generators]
+
+
+def beyond(device: torch.device) -> bool:
+    """An attention's kept rows are there. Are its dropped ones to be left out, and all that follows of them?"""
+    call = None if is_compiling() else RUNNING.call
+    if call is None:
+        return False
+    call.attentions += 1
+    if call.last is None:
+        call.asked, call.noise = False, _noise(device)
+    return call.leaves_out
+
+
+def on_dropped(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """func of dropped parts; None where they are left out."""
+    call = None if is_compiling() else RUNNING.call
+    if call is None or not (call.short and call.attentions):
+        return func(*args, **kwargs)
+    if call.leaves_out:
+        return None
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        return func(*args, **kwargs)
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _asked() -> None:
+    """Somebody wants dropped positions."""
+    call = None if is_compiling() else RUNNING.call
+    if call is not None and call.last is None:
+        call.asked = True
 
 
 # Splitting and merging: every backward is a gather or a copy, never an addition
@@ -184,6 +260,7 @@ class Streams:
 
     @property
     def dropped(self) -> Any:
+        _asked()
         return self.taken_apart()[1]
 
     @property
@@ -317,6 +394,7 @@ def merge(s: Streams) -> Tensor:
     """The whole tensor, exactly (rule 4)."""
     if s.parts is None:
         return s.whole
+    _asked()
     (kept, dropped), axis = s.parts, s.axis
     if dropped is None:
         raise RuntimeError(
@@ -564,8 +642,13 @@ def same_layout(a: Streams, b: Streams) -> bool:
         and a.part_ndim - a.axis == b.part_ndim - b.axis
         and a.span == b.span
         and a.outer == b.outer
-        and absent(a) == absent(b)
+        and (absent(a) == absent(b) or _left_out())
     )
+
+
+def _left_out() -> bool:
+    call = None if is_compiling() else RUNNING.call
+    return call is not None and call.leaves_out
 
 
 class Route(torch.overrides.TorchFunctionMode):

@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from reference import Cut, bert_block, convnext_block, llama_block, vit_block
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfback as hb
 from halfback.methods import ATTENTION
@@ -206,6 +208,74 @@ def test_recompute_changes_no_gradient_and_holds_less(name, mode):
     hb.apply_(model, method, hb.Recompute())
     assert all(torch.equal(g, without[k]) for k, g in gradients(model, batch).items())
     assert hb.held(model, lambda: zoo.loss(model, batch)) < 0.5 * more
+
+
+class Peculiar(nn.Module):
+    """A block of which dropped positions are wanted, or random numbers drawn, behind its attention; or which has another one there."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.norm, self.qkv, self.out = kind, nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def attend(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = x + self.attend(x)
+        if self.kind == "twice":
+            x = x + self.attend(x)
+        y = self.mlp(x)
+        if self.kind == "sum":
+            y = y + y.cumsum(1)
+        return x + (F.dropout(y, 0.5) if self.kind == "dropout" else y)
+
+
+@pytest.mark.parametrize("more", ["recompute", "lean+recompute(sparing=True)", "dropit(bits=8, activation_bits=8)+recompute(sparing=True)"])
+@pytest.mark.parametrize("kind", ["plain", "sum", "dropout", "twice"])
+def test_what_a_block_wants_of_dropped_positions_is_computed_again(kind, more):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Peculiar(kind) for _ in range(3))), torch.randn(2, 17, 32, requires_grad=True)
+
+    def found(text):
+        hb.apply_(model, *hb.parse(text))
+        for _ in range(2):
+            torch.manual_seed(1)
+            grads = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+        hb.remove_(model)
+        return grads
+
+    sbp = "sbp(keep=0.3, layers='all', sampler='fixed')"
+    without = more.removesuffix("recompute").removesuffix("recompute(sparing=True)").rstrip("+")
+    for a, b in zip(found(f"{sbp}+{more}"), found(f"{sbp}+{without}" if without else sbp), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropped_positions_are_not_computed_again():
+    class Rows(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.default:  # a linear layer's forward
+                self.seen.append(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    def again(text):
+        model, x = nn.Sequential(*(Peculiar("plain") for _ in range(3))), torch.randn(2, 17, 32)
+        hb.apply_(model, *hb.parse(text))
+        model(x).square().sum().backward()  # the first block learns that it can do without, for all of its kind
+        loss = model(x).square().sum()
+        with Rows() as rows:
+            loss.backward()
+        return rows.seen
+
+    seen = again("sbp(keep=0.3, layers='all')+recompute")  # of 17 positions 6 are kept
+    assert seen.count((2 * 11, 32)) == 3 and seen.count((2 * 6, 64)) <= 3  # keys and values of dropped ones, in three blocks
+    assert (2 * 11, 64) not in seen
+    assert again("recompute").count((2 * 17, 32)) >= 6
 
 
 @pytest.mark.parametrize("ramp", ["uniform", "increasing"])

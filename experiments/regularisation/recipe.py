@@ -20,8 +20,8 @@ def arms() -> tuple[Arm, ...]:
 
 RECIPE = Recipe(
     title="How strongly to regularise",
-    about="ViT-S/4 and ConvNeXt on 45,000 images of CIFAR-100, judged by the 5,000 others; exact training alone. What is best here, the main "
-    "recipes use for all their arms.",
+    about="ViT-S/4 and ConvNeXt on 45,000 images of CIFAR-100, judged by the 5,000 others; exact training alone. What is best here, the "
+    "main recipes use for all their arms.",
     paper="Both papers use their models' own recipes, which are for ImageNet.",
     base=Settings(
         model="vit-s4",

@@ -70,7 +70,9 @@ class Augment:
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"Augment: {name}={getattr(self, name)} must lie in 0 ... {most}.")
         if self.mixing < 1 and not (self.mixup or self.cutmix):
-            raise ValueError(f"Augment: mixing={self.mixing} is the chance that a sample is mixed, and nothing mixes. Give mixup or cutmix.")
+            raise ValueError(
+                f"Augment: mixing={self.mixing} is the chance that a sample is mixed, and nothing mixes. Give mixup or cutmix."
+            )
         if self.reflect and not self.crop:
             raise ValueError("Augment: reflect=True says how a crop is padded, and crop=0 pads nothing. Give crop, or leave reflect out.")
 
