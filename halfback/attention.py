@@ -9,8 +9,10 @@
 
 "qkv" rests on a property of fused attention: its backward needs of the forward only A and the log-sum-exp of each row. Given the
 kept Q, K, V and the LSE over *all* keys, the fused backward computes exactly the kept-by-kept block of dM = S * (dS - rowsum(dA * A)).
-Causal "query" rests on it too: rows of dA that are zero give nothing, whatever Q, A and LSE are there, so those of dropped positions are
-not held but put in as zeros, and the kernel's own causal order does without a mask of n x k.
+Causal "query" rests on it too, and needs no mask of k x n. Where every s-th position is kept, keys that stand at the same place between
+two kept rows are seen by rows in causal order, so s causal backwards of k x k do, each given the LSE over all keys: 1/s of the work. Keys
+up to the first of these rows, which all of them see, are few and written out. Elsewhere rows of dA that are zero give nothing, whatever
+Q, A and LSE are there, so those of dropped positions are not held but put in as zeros.
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), n positions, k kept ones, d the head's width.
 """
@@ -29,6 +31,7 @@ from .notes import constant, note
 from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, beyond, merge, merge_parts, same_layout, seen, split, split_parts, unfold
 
 MODES = ("query", "qkv", "heads")
+MOST_PARTS = 8  # of a causal backward: each is a launch of its own, and a node of a compiled graph
 aten = torch.ops.aten
 
 
@@ -396,36 +399,80 @@ attention.register_autograd(_restore_all, setup_context=_save_all)
 
 @torch.library.custom_op("halfback::row_attention", mutates_args=())
 def row_attention(
-    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, kernel: str, scale: float | None
+    q1: Tensor, k: Tensor, v: Tensor, q: Tensor, index: Tensor, stride: int, leading: int, kernel: str, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of all positions: A of the kept, A of the dropped, and the LSE of the kept rows. Gradients go to the kept queries
-    q1, and to all keys and values."""
+    q1, and to all keys and values. With a stride, kept are `leading` positions and behind them every stride-th."""
     out, lse = _forward(kernel, q, k, v, None, True, scale)
     return _parts(out, lse, q1, q, index)
 
 
 @row_attention.register_fake
-def _(q1, k, v, q, index, kernel, scale):
+def _(q1, k, v, q, index, stride, leading, kernel, scale):
     return _fake_parts(q1, v, q)
 
 
 def _save_rows(ctx, inputs, output) -> None:
-    q1, k, v, _, index, kernel, scale = inputs
+    q1, k, v, _, index, stride, leading, kernel, scale = inputs
     out1, _, lse1 = output
     ctx.save_for_backward(q1, k, v, out1, lse1, index)
-    ctx.kernel, ctx.scale = kernel, scale
+    ctx.stride, ctx.leading, ctx.kernel, ctx.scale = stride, leading, kernel, scale
 
 
 def _restore_rows(ctx, grad, _, __):
+    q, k, v, out, lse, index = ctx.saved_tensors
+    at = index[0, : q.shape[2]]
+    if 0 < ctx.stride <= MOST_PARTS and q.shape[2] - ctx.leading > 2:  # not every kernel takes a single row
+        grads = _strided_backward(ctx.stride, ctx.leading, at, ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+    else:
+        grads = _zeros_backward(at, ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+    return *grads, *[None] * 6
+
+
+def _zeros_backward(at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
     """Kept rows in their places, zeros in the others: as if nothing had been dropped."""
-    q1, k, v, out1, lse1, index = ctx.saved_tensors
-    at = index[0, : q1.shape[2]]
 
     def whole(x: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:2], k.shape[2], *x.shape[3:]).index_copy(2, at, x)
 
-    dq, dk, dv = _backward(ctx.kernel, whole(grad), whole(q1), k, v, whole(out1), whole(lse1), None, True, ctx.scale)
-    return dq.index_select(2, at), dk, dv, None, None, None, None
+    dq, dk, dv = _backward(kernel, whole(grad), whole(q), k, v, whole(out), whole(lse), None, True, scale)
+    return dq.index_select(2, at), dk, dv
+
+
+def _strided_backward(s: int, leading: int, at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows behind the first strided one, in s parts: to every s-th key from one of those right behind it. Keys after the last row are
+    seen by nobody. Where the first row stands is known to the index alone, so that a compiled graph serves all draws."""
+    first, behind = at[leading], leading + 1
+    rows = q.shape[2] - behind
+    few = k.shape[2] - s * rows  # the most keys that may stand up to the first row
+    there = torch.arange(few, device=k.device) <= at.clamp(max=first).unsqueeze(1)
+    dq, head_k, head_v = _few_keys(there, grad, q, k[:, :, :few], v[:, :, :few], out, lse, scale)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dk[:, :, :few], dv[:, :, :few] = head_k, head_v
+    # Copied once, and alike: a part of a tensor flash would copy every time, and for cudnn see there.
+    row_grad, row_q, row_out = (as_laid_out(x[:, :, behind:], out[:, :, behind:]) for x in (grad, q, out))
+    lse = lse[:, :, behind:].contiguous()
+    for keys in (first + 1 + torch.arange(s * rows, device=k.device)).view(rows, s).unbind(1):
+        part = _backward(kernel, row_grad, row_q, k.index_select(2, keys), v.index_select(2, keys), row_out, lse, None, True, scale)
+        dq[:, :, behind:] += part[0]
+        dk.index_copy_(2, keys, part[1])
+        dv.index_copy_(2, keys, part[2])
+        del part  # not beside the next
+    return as_laid_out(dq, q), dk, dv
+
+
+def _few_keys(there: Tensor, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of attention to few keys, of which a row sees those that are `there` for it, in the LSE's dtype, as in the kernels:
+    scores that are rounded to bf16 give other weights. dQ stays in it, for what is added."""
+    groups, scale = k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    grad, q, k, v = (x.to(lse.dtype) for x in (grad, q, k, v))
+    delta = (grad * out).sum(-1)
+    grad, q, lse, delta = (unfold(x, 1, (groups, x.shape[1] // groups)) for x in (grad, q, lse, delta))
+    k, v, lse, delta = k.unsqueeze(2), v.unsqueeze(2), lse.unsqueeze(-1), delta.unsqueeze(-1)
+    with torch.autocast(q.device.type, enabled=False):  # of whoever calls backward in it
+        p = torch.where(there, (q @ k.mT * scale - lse).exp(), 0)
+        ds = p * (grad @ v.mT - delta) * scale
+        return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
 
 
 row_attention.register_autograd(_restore_rows, setup_context=_save_rows)
@@ -462,7 +509,7 @@ def _alike(q: Tensor | Streams, k: Tensor, v: Tensor) -> bool:
 def _kept_rows(kernel: str, q: Streams, k: Tensor, v: Tensor, scale) -> Streams:
     q, k, v = cast(q), *(x if x.stride(-1) == 1 else x.contiguous() for x in (cast(k), cast(v)))
     whole = join(q.like(q.kept.detach(), q.dropped.detach()), ordered=True)
-    inputs = dense(q.kept), k, v, whole, q.at.index, kernel, scale
+    inputs = dense(q.kept), k, v, whole, q.at.index, q.at.stride, q.at.always, kernel, scale
     op = torch.ops.halfback.row_attention
     kept, dropped, _ = op(*inputs) if is_compiling() else Direct.apply(row_attention, _save_rows, _restore_rows, *inputs)
     return q.like(kept, None if beyond(q.device) else dropped.detach(), role=BRANCH)

@@ -7,7 +7,8 @@ A *sampler* puts the n positions of a grid in an order, anew in every step; a la
 k. So layers with different ratios are nested, and one draw serves a whole forward.
 
     grid     the order of ordered dithering (Bayer), entered at a random phase: half of it is a checkerboard, a quarter
-             every second row and column. Over all phases every position is kept equally often, exactly.
+             every second row and column. Over all phases every position is kept equally often, exactly. On a line, as of
+             text, a ratio of 1/s that all layers share keeps every s-th position, see `offset`.
     random   a random permutation
     frames   whole frames of a (T, H, W) grid, spread as `grid` spreads them
     fixed    always the same order, for experiments
@@ -45,6 +46,7 @@ class Positions:
 
     index   (2, n) int64. Row 0: the kept positions, then the dropped ones. Row 1: where each position stands in row 0.
     noise   one random number of this draw, for whatever else has to be chosen (attention heads)
+    stride  behind those that are always kept, every stride-th position is kept, from any on; 0: that is not known
     coarse  the same split on a grid that is `factor` times coarser; each of its cells owns adjacent entries of row 0.
     """
 
@@ -55,6 +57,7 @@ class Positions:
     coarse: Positions | None = None
     factor: tuple[int, ...] = ()
     noise: Tensor | None = None
+    stride: int = 0
 
     @property
     def n(self) -> int:
@@ -86,13 +89,13 @@ class Positions:
 
 
 def _flatten(p: Positions):
-    return (p.index, p.coarse, p.noise), (p.k, p.grid, p.always, p.factor)
+    return (p.index, p.coarse, p.noise), (p.k, p.grid, p.always, p.factor, p.stride)
 
 
 def _unflatten(children, context) -> Positions:
     index, coarse, noise = children
-    k, grid, always, factor = context
-    return Positions(index, k, grid, always, coarse, factor, noise)
+    k, grid, always, factor, stride = context
+    return Positions(index, k, grid, always, coarse, factor, noise, stride)
 
 
 pytree.register_pytree_node(Positions, _flatten, _unflatten, serialized_type_name="halfback.Positions")
@@ -117,6 +120,14 @@ def count(keep: float, grid: Sequence[int], sampler: str = "grid") -> int:
     return max(1, round(keep * math.prod(grid)))
 
 
+def stride_of(ratios: Sequence[float], grid: Sequence[int], sampler: str = "grid", masks: str = "shared") -> int:
+    """s, where every s-th position of a line is kept, n // s of them (one more would leave some offsets no room, and so positions that
+    are never kept); else 0."""
+    s = round(1 / ratios[0])
+    line = len(grid) == 1 and grid[0] >= s > 1 and sampler in ("grid", "fixed") and masks != "disjoint"
+    return s if line and all(abs(s * r - 1) < 1e-6 for r in ratios) else 0
+
+
 # Which
 
 
@@ -137,8 +148,21 @@ def starts(n: int, counts: Sequence[int]) -> int:
     return math.gcd(n, *counts)
 
 
-def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator) -> list[int]:
-    """For each count where it enters the sampler's order."""
+def offset(n: int, stride: int, rng: np.random.Generator) -> int:
+    """The first of n // stride positions, `stride` apart: any place in a stride alike, and where the line has room to begin there or one
+    stride later, either alike; so all are kept equally often, but the n % stride at each end, which are kept half as often."""
+    later, place = divmod(int(rng.integers(2 * stride)), stride)
+    return place + stride * later if place < n % stride else place
+
+
+def progression(n: int, c: int, stride: int, first: int) -> np.ndarray:
+    """An order of n positions that begins with c of them, `stride` apart."""
+    kept = first + stride * np.arange(c)
+    return np.concatenate([kept, np.setdiff1d(np.arange(n), kept)])
+
+
+def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: str, rng: np.random.Generator, stride: int = 0) -> list[int]:
+    """For each count where it enters the sampler's order; with a stride, its first position."""
     n = math.prod(grid)
     if sampler == "random":
         step = 1
@@ -149,7 +173,9 @@ def phases(grid: tuple[int, ...], counts: Sequence[int], sampler: str, masks: st
         step = starts(n, counts)
 
     def phase() -> int:
-        return 0 if sampler == "fixed" else int(rng.integers(n // step)) * step
+        if sampler == "fixed":
+            return 0
+        return offset(n, stride, rng) if stride else int(rng.integers(n // step)) * step
 
     first = phase()
     if masks == "independent":
@@ -219,6 +245,7 @@ def _draw(
     counts: Sequence[int],
     sampler: str,
     masks: str,
+    stride: int,
     seed: int,
     device: torch.device,
     owner: int,
@@ -234,8 +261,8 @@ def _draw(
         drawn = torch.from_numpy(np.stack(rows))
         drawn = (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
     else:
-        shifts = phases(layout[0], counts, sampler, masks, rng)
-        drawn = torch.stack([_on_device(c, s, sampler, *layout, device) for c, s in zip(counts, shifts, strict=True)])
+        shifts = phases(layout[0], counts, sampler, masks, rng, stride)
+        drawn = torch.stack([_on_device(c, s, sampler, stride, *layout, device) for c, s in zip(counts, shifts, strict=True)])
     drawn[:, -1] = noise
     return drawn
 
@@ -250,9 +277,12 @@ def _all_levels(order: np.ndarray, c: int, grid: tuple[int, ...], factors: tuple
 
 
 @functools.lru_cache(maxsize=256)
-def _on_device(c: int, shift: int, sampler: str, grid, factors, always: int, device: torch.device) -> Tensor:
-    """Orders that differ by a phase only are few, so they stay where they are used. (Half of a grid has two.)"""
-    order = np.roll(base_order(grid, sampler, np.random.default_rng(0)), -shift)
+def _on_device(c: int, shift: int, sampler: str, stride: int, grid, factors, always: int, device: torch.device) -> Tensor:
+    """Orders that differ by a phase only are few, so they stay where they are used. (Half of a grid has two, of a line up to three.)"""
+    if stride:
+        order = progression(grid[0], c, stride, shift)
+    else:
+        order = np.roll(base_order(grid, sampler, np.random.default_rng(0)), -shift)
     return torch.from_numpy(_all_levels(order, c, grid, factors, always)).to(device)
 
 
@@ -269,7 +299,7 @@ def _levels(grid: tuple[int, ...], factors: Sequence[tuple[int, ...]], always: i
 
 
 @_draw.register_fake
-def _(key, grid, factors, always, counts, sampler, masks, seed, device, owner):
+def _(key, grid, factors, always, counts, sampler, masks, stride, seed, device, owner):
     n = 2 * sum(_levels(tuple(grid), _grouped(factors, len(grid)), always)) + 1
     return torch.empty((len(counts), n), dtype=torch.int64, device=device)
 
@@ -288,9 +318,10 @@ def draw(
 ) -> list[Positions]:
     """One split for each keep ratio, drawn together: a pure function of its arguments. With `factors` it is enlarged by them, one
     after the other, and the splits of all grids hang together by `coarse`."""
-    counts = [count(r, grid, sampler) for r in ratios]
+    stride = 0 if factors else stride_of(ratios, grid, sampler, masks)
+    counts = [grid[0] // stride if stride else count(r, grid, sampler) for r in ratios]
     flat = [f for factor in factors for f in factor]
-    packed = torch.ops.halfback.draw(key, list(grid), flat, always, counts, sampler, masks, seed, torch.device(device), owner)
+    packed = torch.ops.halfback.draw(key, list(grid), flat, always, counts, sampler, masks, stride, seed, torch.device(device), owner)
     sizes = _levels(grid, factors, always)
     drawn: list[Any] = []
     for i, c in enumerate(counts):
@@ -300,7 +331,8 @@ def draw(
                 size = tuple([g * f for g, f in zip(size, factors[level - 1], strict=True)])
                 k = k * math.prod(factors[level - 1])
             index = packed[i, start : start + 2 * n].view(2, n)
-            at = Positions(index, k, size, always if level == 0 else 0, at, tuple(factors[level - 1]) if level else (), packed[i, -1])
+            factor = tuple(factors[level - 1]) if level else ()
+            at = Positions(index, k, size, always if level == 0 else 0, at, factor, packed[i, -1], stride)
             start += 2 * n
         drawn.append(at)
     return drawn

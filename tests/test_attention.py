@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,10 @@ from hypothesis import strategies as st
 from reference import Cut
 
 import halfback as hb
-from halfback import ops  # noqa: F401
+from halfback import attention, ops  # noqa: F401
 from halfback.attention import attend
 from halfback.memory import Peak
-from halfback.positions import Positions
+from halfback.positions import Positions, draw
 from halfback.streams import BRANCH, Site, merge, split
 
 
@@ -51,6 +53,62 @@ def test_gradients_equal_the_definition(mode, causal, heads, n, kept, batch):
     assert torch.allclose(ours, theirs, atol=1e-12)
     for a, b in zip(grads(ours, q, k, v), grads(theirs, q, k, v), strict=True):
         assert torch.allclose(a, b, atol=1e-10)
+
+
+def strided(n, s, always, first):
+    """What `draw` gives on a line, from a first position behind those that are always kept."""
+    c = (n - always) // s
+    kept = [*range(always), *range(always + first, always + first + s * c, s)]
+    return dataclasses.replace(Positions.of(kept, (n - always,), always), stride=s)
+
+
+def offsets(m, s):
+    return range(s + m % s)
+
+
+@pytest.mark.parametrize("always", [0, 1, 2])
+@pytest.mark.parametrize("s", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "size"), [((4, 4), 1), ((4, 2), 1), ((4, 1), 1), ((4, 2), 1000)])
+def test_every_other_query_of_a_causal_order(always, s, heads, size):
+    """The backward in parts, of every length and offset, and where scores are so low that a key that is not seen has no finite weight."""
+    for n in (always + s, always + s + 1, always + 3 * s - 1, 22, 23, 24, 25):
+        for first in offsets(n - always, s):
+            at = strided(n, s, always, first)
+            q, k, v = tensors(*heads, n=n)
+            if size > 1:
+                q, k = (q.detach() + size).requires_grad_(), (k.detach() - size).requires_grad_()
+            ours = run("query", q, k, v, at, is_causal=True, enable_gqa=heads[0] != heads[1])
+            theirs = Cut(at.kept, n).attention(q, k, v, "query", True)
+            assert torch.allclose(ours, theirs, atol=1e-12)
+            for a, b in zip(grads(ours, q, k, v), grads(theirs, q, k, v), strict=True):
+                assert torch.allclose(a, b, atol=1e-10 * size**2)
+
+
+def test_the_backward_in_parts_is_what_text_gets(monkeypatch):
+    """And it is no farther from the exact gradient in bf16 than zeros for dropped rows are; `scale` and other layouts are followed."""
+    calls, backward = [], attention._backward
+
+    def spy(kernel, grad, q, k, *args):
+        calls.append(k.shape[2])
+        return backward(kernel, grad, q, k, *args)
+
+    monkeypatch.setattr(attention, "_backward", spy)
+    torch.manual_seed(0)
+    n = 128
+    at = draw(torch.tensor([0, 0]), (n - 1,), [0.5], always=1)[0]
+    leaves = [3 * torch.randn(2, n, heads, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    leaves = [x.bfloat16().double().requires_grad_() for x in leaves]
+    exact = Cut(at.kept, n).attention(*[x.transpose(1, 2) for x in leaves], "query", True, 0.3)
+    wanted = grads(exact, *leaves)
+
+    def error(at):
+        mine = [x.detach().bfloat16().requires_grad_() for x in leaves]
+        out = run("query", *[x.transpose(1, 2) for x in mine], at, is_causal=True, scale=0.3, enable_gqa=True)
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(grads(out, *mine), wanted, strict=True)]
+
+    ours = error(at)
+    assert calls == [62, 62]  # of 64 kept rows all but the first two
+    assert all(a < 1.1 * b for a, b in zip(ours, error(dataclasses.replace(at, stride=0)), strict=True)) and calls[2:] == [n]
 
 
 @pytest.mark.parametrize("mode", ["query", "qkv"])
@@ -130,7 +188,10 @@ def test_the_op_is_what_compilers_expect():
     kept = [x.detach().index_select(2, at.kept).requires_grad_() for x in (q, k, v)]
     whole = [x.detach() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.halfback.kept_attention.default, (*kept, *whole, None, at.index, "cpu", True, None))
-    torch.library.opcheck(torch.ops.halfback.row_attention.default, (kept[0], k, v, whole[0], at.index, "cpu", None))
+    torch.library.opcheck(torch.ops.halfback.row_attention.default, (kept[0], k, v, whole[0], at.index, 0, 0, "cpu", None))
+    at = draw(torch.tensor([0, 0]), (8,), [0.5], always=1)[0]
+    rows = whole[0].index_select(2, at.kept).requires_grad_()
+    torch.library.opcheck(torch.ops.halfback.row_attention.default, (rows, k, v, whole[0], at.index, at.stride, 1, "cpu", None))
 
 
 @pytest.mark.parametrize("n, d, keep, query, qkv", [(196, 64, 0.5, 0.61, 0.33), (196, 64, 0.25, 0.42, 0.12)])
@@ -163,12 +224,13 @@ def test_unknown_mode_is_named():
 
 @pytest.mark.parametrize("mode", ["query", "qkv", "heads"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_causal_attention_is_linear_in_tokens(mode, groups):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_causal_attention_is_linear_in_tokens(mode, groups, by_hand):
     """No mask of n x n is made, in either pass."""
 
     def peak(n):
         xs = [torch.randn(1, h, n, 8, requires_grad=True) for h in (4, groups, groups)]
-        at = Positions.of(range(0, n, 2), (n,))
+        at = Positions.of(range(0, n, 2), (n,)) if by_hand else draw(torch.tensor([0, 0]), (n - 1,), [0.5], always=1)[0]
         with Peak(*xs, at.index) as found:
             run(mode, *xs, at, is_causal=True, enable_gqa=groups < 4).sum().backward()
         return found.most

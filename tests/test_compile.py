@@ -146,6 +146,19 @@ def test_attention_that_is_computed_again_is_no_random_function(name, methods):
     assert not [n for n in backward.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
 
 
+@pytest.mark.parametrize("keep", [0.5, 0.25])
+def test_the_causal_backward_of_text_goes_in_parts_from_any_offset(keep):
+    model, batch = zoo.make("llama", layers=2)
+    model.config._attn_implementation = how()["attn_implementation"]
+    hb.apply_(model, hb.SBP(keep, layers="all"))
+    _, backward = graphs_of(model, batch)
+    assert count(backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default) == 2 / keep
+    torch._dynamo.reset()
+    counters.clear()
+    assert compiled_against_eager(model, batch, STEPS, cut_by_inductor()) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(("method", "kept", "dtype"), [("", 1, torch.float32), ("sbp(layers='all')", 0.5, torch.bfloat16)])
 def test_lean_holds_neither_norms_nor_what_a_gate_lets_through(method, kept, dtype):
     def held(text):

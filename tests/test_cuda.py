@@ -14,7 +14,7 @@ from torch import nn
 
 import halfback as hb
 from halfback.attention import _chosen, kept_attention, row_attention
-from halfback.positions import Positions
+from halfback.positions import Positions, draw
 from halfback.stores import Channels, Elements, Layout, Rows
 
 KERNELS = ("flash", "cudnn")
@@ -130,9 +130,10 @@ def check_kept_attention() -> None:
 
 def check_row_attention() -> None:
     """Causal attention with the gradient of kept queries, of all keys and values, against its definition; no mask is made."""
-    at = Positions.of([0, *range(1, 197, 2)], (197,))
+    by_hand = Positions.of([0, *range(1, 197, 2)], (197,))
+    drawn = [draw(torch.tensor([0, step]), (m,), [1 / s], a)[0] for s in (2, 4) for m, a in ((196, 0), (197, 1)) for step in range(3)]
     kinds = [(torch.bfloat16, kernel, 3e-2) for kernel in KERNELS] + [(torch.float32, "efficient", 5e-3)]
-    for (dtype, kernel, allowed), by_tokens in itertools.product(kinds, (False, True)):
+    for (dtype, kernel, allowed), at, by_tokens in itertools.product(kinds, (by_hand, *drawn), (False, True)):
         torch.manual_seed(0)
         heads, groups = 6, 2
         index = at.index.cuda()
@@ -140,7 +141,7 @@ def check_row_attention() -> None:
         sizes = [(4, at.n, h, 64) if by_tokens else (4, h, at.n, 64) for h in (heads, groups, groups)]
         leaves = [torch.randn(size, device="cuda", dtype=dtype, requires_grad=True) for size in sizes]
         q, k, v = (x.transpose(1, 2) if by_tokens else x for x in leaves)
-        out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, kernel, None)
+        out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, at.stride, at.always, kernel, None)
         weight = torch.randn(out1.shape, device="cuda", dtype=torch.float64)
         found = torch.autograd.grad((out1 * weight).sum(), (q, k, v))
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -148,17 +149,17 @@ def check_row_attention() -> None:
         wanted = torch.autograd.grad((whole.index_select(2, keep) * weight).sum(), exact)
         worst = max(((g - w).norm() / w.norm()).item() for g, w in zip(found, wanted, strict=True))
         forward = (out1.double() - whole.index_select(2, keep)).abs().max().item()
-        print(f"row attention {kernel} {dtype}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
+        print(f"row attention {kernel} {dtype}, stride {at.stride}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
         assert worst < allowed and forward < 2e-2 and found[0][:, :, index[0, at.k :]].abs().max() == 0
     heads, groups, n = 32, 8, 16384
     q, k, v = (torch.randn(1, h, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads, groups, groups))
-    at = Positions.of(list(range(0, n, 2)), (n,))
-    index = at.index.cuda()
-    for kernel in KERNELS:
+    splits = Positions.of(list(range(0, n, 2)), (n,)), *[draw(torch.tensor([0, 0]), (n - 1,), [keep], 1)[0] for keep in (0.5, 0.25)]
+    for at, kernel in itertools.product(splits, KERNELS):
+        index = at.index.cuda()
         rows = q.detach().index_select(2, index[0, : at.k]).requires_grad_()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out1, _, _ = row_attention(rows, k, v, q.detach(), index, kernel, None)
+        out1, _, _ = row_attention(rows, k, v, q.detach(), index, at.stride, at.always, kernel, None)
         weight, times = torch.randn_like(out1), []
         for _ in range(3):
             torch.cuda.synchronize()
@@ -168,7 +169,7 @@ def check_row_attention() -> None:
             times.append(1000 * (time.perf_counter() - began))
         used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
         print(
-            f"row attention {kernel} of {n} tokens: {used:.1f} times the queries, back in {min(times):.1f} ms",
+            f"row attention {kernel} of {n} tokens, stride {at.stride}: {used:.1f} times the queries, back in {min(times):.1f} ms",
             flush=True,
         )
         assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone

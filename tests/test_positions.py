@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfback import positions
-from halfback.positions import Positions, count, dithered, draw, enlarge, keeps, orders, starts
+from halfback.positions import Positions, count, dithered, draw, enlarge, keeps, offset, orders, starts, stride_of
 
 grids = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 ratios = st.floats(0.01, 1.0)
@@ -27,7 +27,8 @@ def key(step=0, rank=0):
 def test_a_draw_is_a_split_of_all_positions(grid, keep, always, sampler):
     (at,) = draw(key(), grid, [keep], always, sampler)
     assert at.n == always + math.prod(grid)
-    assert at.k == always + max(1, round(keep * math.prod(grid)))
+    n, s = math.prod(grid), 0 if sampler == "random" else stride_of([keep], grid)
+    assert at.k == always + (n // s if s else max(1, round(keep * n)))
     kept, dropped = at.kept.tolist(), at.dropped.tolist()
     assert kept == sorted(kept) and dropped == sorted(dropped)
     assert sorted(kept + dropped) == list(range(at.n))
@@ -42,6 +43,55 @@ def test_over_all_phases_of_the_grid_every_position_is_kept_equally_often(grid, 
     step = starts(n, [k])
     seen = Counter(int(i) for s in range(0, n, step) for i in np.roll(dithered(grid), -s)[:k])
     assert set(seen.values()) == {k // step} and len(seen) == n
+
+
+class Every:
+    """A generator that gives each number in turn."""
+
+    def __init__(self):
+        self.next = -1
+
+    def integers(self, n):
+        self.next += 1
+        return self.next % n
+
+
+@pytest.mark.parametrize("s", [2, 3, 4])
+@pytest.mark.parametrize("always", [0, 1])
+def test_of_a_line_every_sth_position_is_kept(s, always):
+    """Beside the leading ones, as many in every draw, from any offset that has room, and all equally often but some at the ends."""
+    for m in range(s, 4 * s + 3):
+        found = Counter()
+        for step in range(100):
+            (at,) = draw(key(step), (m,), [1 / s], always)
+            first = int(at.kept[always]) - always
+            assert at.stride == s and at.k == always + m // s
+            assert at.kept.tolist() == [*range(always), *range(always + first, always + first + s * (m // s), s)]
+            found[first] += 1
+        assert set(found) == set(range(s + m % s))
+        (fixed,) = draw(key(3), (m,), [1 / s], always, "fixed")
+        assert fixed.stride == s and int(fixed.kept[always]) == always
+
+        turns, ends = Every(), m % s
+        firsts = [offset(m, s, turns) for _ in range(2 * s)]
+        seen = Counter(first + s * i for first in firsts for i in range(m // s))
+        assert [seen[p] for p in range(m)] == [1] * ends + [2] * (m - 2 * ends) + [1] * ends
+
+
+def test_what_else_is_drawn_knows_no_stride():
+    others = [
+        draw(key(), (4, 4), [0.5]),
+        draw(key(), (16,), [0.4]),
+        draw(key(), (16,), [0.5, 0.25]),
+        draw(key(), (16,), [0.5, 0.5], masks="disjoint"),
+        draw(key(), (16,), [0.5], sampler="random"),
+        draw(key(), (16,), [0.5], factors=[(2,)]),
+        draw(key(), (1,), [0.5]),
+        draw(key(), (16,), [1.0]),
+    ]
+    assert {at.stride for drawn in others for at in drawn} == {0}
+    own = [draw(key(step), (16,), [0.5, 0.5, 0.5], masks="independent") for step in range(8)]
+    assert {at.stride for drawn in own for at in drawn} == {2} and any(len({int(at.kept[0]) for at in drawn}) > 1 for drawn in own)
 
 
 def test_half_of_an_image_is_a_checkerboard_and_a_quarter_a_stride():
@@ -127,5 +177,5 @@ def test_positions_by_hand():
 
 def test_the_ops_are_what_compilers_expect():
     torch.library.opcheck(torch.ops.halfback.tick.default, (torch.zeros((), dtype=torch.int64),))
-    args = (key(), [4, 4], [2, 2], 0, [8], "grid", "shared", 0, torch.device("cpu"), 0)
+    args = (key(), [4, 4], [2, 2], 0, [8], "grid", "shared", 0, 0, torch.device("cpu"), 0)
     torch.library.opcheck(torch.ops.halfback.draw.default, args)
