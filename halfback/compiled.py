@@ -2,7 +2,8 @@
 
 The compiler decides itself what a compiled model holds, with the whole graph before it. It will not compute again what a matrix product
 reads, though: gelu(x) is held beside x. So Lean marks cheap functions as ones to compute again (torch's checkpoint around a single
-function is such a mark, and costs nothing else), and the compiler fuses that with what it computes anyway.
+function is such a mark, and costs nothing else), and the compiler fuses that with what it computes anyway. One product of matrices is
+among them: attention's last layer, of which the trunk behind attention is the sum.
 
 DropIT's layers and activations become autograd.Functions, whose kernels are operators that the compiler leaves whole, but for elementwise
 ones, which it fuses with what is around them. There is no ledger to tell who else holds a layer's input, so a store takes it where nobody
@@ -36,6 +37,9 @@ AGAIN = frozenset(
     "contiguous".split()
 )
 
+
+VIEWS = frozenset("transpose permute reshape flatten view contiguous".split())
+LAYERS = {"linear": 0, "addmm": 1}  # and which of their arguments is what they read
 
 # For torch.compile(model, options=...) of a model with recomputed blocks. Left to itself, the compiler keeps a block's largest tensors when
 # it is done with them, for the next block to write into, and beside the backward of attention they are half of what is alive.
@@ -88,6 +92,8 @@ class Marking(TorchFunctionMode):
         self.marked: set[Tensor] = set()  # outputs of marked functions
         self.normed: list[Tensor] = []  # outputs of norms
         self.alone: list[Tensor] = []  # outputs that nobody needs but the layers that read them
+        self.attended: list[Tensor] = []  # what attention gave, and views of it
+        self.projected: list[Tensor] = []  # what a layer made of that, and views of it
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -116,10 +122,28 @@ class Marking(TorchFunctionMode):
                 return out
         if name == "linear" and len(args) > 1 and args[0].ndim > 2 and not args[0].is_contiguous():
             args = (self.again(Tensor.contiguous, args[:1], {}), *args[1:])  # which it would do itself, unmarked
-        out = self.again(func, args, kwargs) if name in AGAIN else func(*args, **kwargs)
+        out = self.again(func, args, kwargs) if name in AGAIN or self.joins(name, args) else func(*args, **kwargs)
         if name in NORMS:
             self.normed.append(out)
+        self.follow(name, args, kwargs, out)
         return out
+
+    def joins(self, name: str, args: tuple) -> bool:
+        """Is it attention's last layer, or the sum that it goes into? Both can be computed again from what is held for others, so the sum
+        is not held: a product with a matrix of the trunk's width, for one in ten of a block's tensors."""
+        if name in LAYERS:
+            return len(args) > LAYERS[name] and _among(args[LAYERS[name]], self.attended)
+        return name in ("add", "__add__") and len(args) == 2 and any([_among(a, self.projected) for a in args])
+
+    def follow(self, name: str, args: tuple, kwargs: dict, out: Any) -> None:
+        if name == "scaled_dot_product_attention":
+            self.attended.append(out)
+        elif name in LAYERS and self.joins(name, args):
+            self.projected.append(out)
+        elif len(args) > 0 and (name in VIEWS or (name == "dropout" and _does_nothing(args, kwargs))):
+            for made in (self.attended, self.projected):
+                if _among(args[0], made):
+                    made.append(out)
 
     def again(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Run a function, marked. What one marked function makes and another reads would be held, as what stands between two
@@ -135,7 +159,7 @@ class Marking(TorchFunctionMode):
         bits = self.watch.activation_bits
         if not args:
             return None
-        if name == "dropout" and (_given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)):
+        if name == "dropout" and _does_nothing(args, kwargs):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
             code = code_name(name, kwargs)
@@ -170,6 +194,11 @@ class Marking(TorchFunctionMode):
 def marks(watch: Any) -> bool:
     """Is a model being traced with a marking of this watch?"""
     return any([isinstance(mode, Marking) and mode.watch is watch for mode in _get_current_function_mode_stack()])
+
+
+def _does_nothing(args: tuple, kwargs: dict) -> bool:
+    """A dropout."""
+    return _given(args, kwargs, 1, "p", 0.5) == 0 or not _given(args, kwargs, 2, "training", True)
 
 
 def _given(args: tuple, kwargs: dict, place: int, name: str, default: Any) -> Any:

@@ -146,6 +146,24 @@ def test_attention_that_is_computed_again_is_no_random_function(name, methods):
     assert not [n for n in backward.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
 
 
+@pytest.mark.parametrize("name", ["tv_vit", "vit", "llama", "gpt2", "bert"])
+def test_lean_computes_the_sum_behind_attention_again(name):
+    """From the trunk and from what attention gave, both held for others; by attention's last layer."""
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    found = []
+    for methods in ((), (hb.Lean(),)):
+        torch._dynamo.reset()
+        model, batch = zoo.make(name, layers=3)
+        if name == "llama":
+            model.config._attn_implementation = how()["attn_implementation"]
+        if methods:
+            hb.apply_(model, *methods)
+        forward, backward = graphs_of(model, batch)
+        held = forward.output_node().args[0]
+        found.append((count(backward, *products), sum(n.meta["val"].numel() for n in held if isinstance(n, torch.fx.Node))))
+    assert found[1][0] == found[0][0] + 3 and found[1][1] < found[0][1]
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.25])
 def test_the_causal_backward_of_text_goes_in_parts_from_any_offset(keep):
     model, batch = zoo.make("llama", layers=2)
