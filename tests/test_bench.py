@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,6 +232,24 @@ def test_a_compiled_row_takes_its_turn_and_keeps_nothing():
     assert turns[:5] == ["take", "give", "take", "give", "take"] and turns[-1] == "give"  # it is built, counted, and compiled, and runs
     assert told["fullgraph"] and told["time_floor"] == 1 and all(p.grad is None for p in step.model.parameters())
     assert step.measured()["memory"] == "held"
+
+
+def test_trainings_stand_still_while_something_has_the_gpu_to_itself(tmp_path):
+    ticks = "import time\nfor _ in range(60): print(time.time(), flush=True); time.sleep(0.05)"
+    busy = "import time; began = time.time(); time.sleep(1.5); print(began, time.time())"
+    (tmp_path / "ticks.py").write_text(ticks)
+    (tmp_path / "busy.py").write_text(busy)
+    script = Path(__file__).parent.parent / "benchmarks/together.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path), "--device", "cpu"]
+    given = ["--beside", f"{sys.executable} {tmp_path}/ticks.py", "--alone", f"{sys.executable} -c 'import time; time.sleep(1)'"]
+    done = subprocess.run(
+        [*command, *given, "--alone", f"{sys.executable} {tmp_path}/busy.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    began, ended = map(float, (tmp_path / "alone_1.log").read_text().split())
+    times = [float(t) for t in (tmp_path / "beside_0.log").read_text().split()]
+    assert len(times) == 60 and not [t for t in times if began + 0.2 < t < ended]
+    assert max(times) > ended
 
 
 def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(monkeypatch):
