@@ -28,7 +28,24 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .notes import constant, note
-from .streams import BRANCH, TABLE, WHOLE, Merge, Split, Streams, beyond, merge, merge_parts, same_layout, seen, split, split_parts, unfold
+from .streams import (
+    BRANCH,
+    TABLE,
+    WHOLE,
+    Merge,
+    Split,
+    Streams,
+    asked,
+    beyond,
+    merge,
+    merge_parts,
+    on_dropped,
+    same_layout,
+    seen,
+    split,
+    split_parts,
+    unfold,
+)
 
 MODES = ("query", "qkv", "heads")
 MOST_PARTS = 8  # of a causal backward: each is a launch of its own, and a node of a compiled graph
@@ -158,7 +175,9 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         kept = sdpa(dense(q.kept), k, v, kept_mask, dropout_p, False, scale)
     if beyond(q.device):
         return q.like(kept, None, role=BRANCH)
-    dropped = sdpa(q.taken_apart()[1].detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
+    if dropout_p:
+        asked()
+    dropped = on_dropped(sdpa, q.taken_apart()[1].detach(), k.detach(), v.detach(), dropped_mask, dropout_p, False, scale)
     return q.like(kept, dropped, role=BRANCH)
 
 

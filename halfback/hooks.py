@@ -487,11 +487,11 @@ class Known(Standin):
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
-    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = "", kinds: dict[type, bool] | None = None):
+    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = "", kinds: dict[type, bool | None] | None = None):
         super().__init__(module, own)
         self.parts, self.name = parts, name
         self.short: bool | None = None  # can it run again without dropped positions? None: not known; then as others of its kind
-        self.kinds = {} if kinds is None else kinds
+        self.kinds = {} if kinds is None else kinds  # None: it never can, as that would hold more
         self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
 
     def __call__(self, *args, **kwargs):
@@ -591,17 +591,23 @@ class Recomputed(Standin):
             _allow(False)
             return _settled(out)
         kind = type(self.module)
-        call = Call(self.kinds.get(kind, False) if self.short is None else self.short)
+        known = self.kinds.get(kind, False)
+        call = Call(bool(known if known is None or self.short is None else self.short))
 
         def again(*inputs, **kw):
-            before, RUNNING.call, call.attentions = RUNNING.call, call, 0
+            before, RUNNING.call = RUNNING.call, call
+            call.starts()
             try:
                 return run(*inputs, **kw)
             finally:
                 RUNNING.call = before
 
         out = checkpoint(again, *tensors, *rest, use_reentrant=False, **kwargs)
-        self.short = self.kinds[kind] = call.ended(x.device)
+        short = call.ended(x.device)
+        if call.holds:
+            self.kinds[kind] = None
+        elif self.kinds.get(kind, False) is not None:
+            self.short = self.kinds[kind] = short
         return out
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, absent, find, merge, on_dropped, same_layout, seen, split, split_parts
+from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, absent, asked, find, merge, on_dropped, same_layout, seen, split, split_parts
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -165,7 +165,18 @@ def per_part(name, func, args, kwargs):
     keyword = {k: v.some if isinstance(v, Streams) else v for k, v in kwargs.items()}
     if not isinstance(args[0], Streams):
         return func(args[0], *rest, **keyword)
+    if name in RANDOM and _draws(name, args, kwargs):
+        asked()
     return both(args[0], lambda part: func(part, *rest, **keyword))
+
+
+RANDOM = ("dropout", "native_dropout", "rrelu")
+
+
+def _draws(name: str, args: tuple, kwargs: dict) -> bool:
+    if name == "rrelu":
+        return bool(_argument(args, kwargs, 3, "training", False))
+    return _argument(args, kwargs, 1, "p", 0.5) != 0 and bool(_argument(args, kwargs, 2, "training", kwargs.get("train", True)))
 
 
 def blank(name, func, args, kwargs):

@@ -177,7 +177,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         states.append(_watch(model, lean, [b for b in found if spared or b[0] not in recomputed], report))
     if streamed and chosen:
         states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
-    kinds: dict[type, bool] = {}
+    kinds: dict[type, bool | None] = {}
     for name in recomputed:
         block = modules[name]
         block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds)

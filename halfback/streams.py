@@ -19,7 +19,7 @@ Behind the attention of a block, dropped positions are computed for the forward 
 runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
 runs: what dropped positions save behind an attention goes past it, and is held by those who saved it until they are cut. A block that
 asked for dropped positions there (a merge), or drew random numbers, runs again as a whole; so does one of which that is not known, from
-an earlier run of it or of another of its kind.
+an earlier run of it or of another of its kind, and one in which something that went past was not cut (a norm on the trunk, as BERT's).
 
 NOTE [layout]
 The whole tensor has shape (a..., P..., b...), where P are the `span` adjacent axes that positions lie on: one for tokens,
@@ -35,6 +35,7 @@ import math
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,18 @@ class Site:
 # Blocks that run again: NOTE [again]
 
 
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Past:
+    """What a dropped position saved, past the checkpoint."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class Call:
     """One run of a recomputed block, and its second one."""
 
@@ -72,6 +85,23 @@ class Call:
         self.last: int | None = None  # how many there were; None in the first run
         self.asked = False  # for dropped positions, behind the last of them
         self.noise: list[bytes] = []  # the states of random generators there
+        self.hooks: Any = None  # the checkpoint's
+        self.past: list[weakref.ref[Past]] = []
+        self.holds = False  # something that went past the checkpoint, after the first run
+
+    def starts(self) -> None:
+        self.attentions, self.hooks = 0, _hooks(False)
+
+    def alone(self) -> bool:
+        """Is nobody between us and the checkpoint but Lean or DropIT? One inside the block counts too, and runs again by itself."""
+        top = _hooks(False)
+        return top is not None and (top[0] is self.hooks[0] or hasattr(getattr(top[0], "__self__", None), "stands_aside"))
+
+    def pack(self, x: Tensor) -> Past:
+        held = Past(x.detach())  # an output itself would close a cycle through its grad_fn
+        if self.last is None:
+            self.past.append(weakref.ref(held))
+        return held
 
     @property
     def leaves_out(self) -> bool:
@@ -80,7 +110,9 @@ class Call:
     def ended(self, device: torch.device) -> bool:
         """After the first run: could the second be short?"""
         self.last = self.attentions
-        self.asked = self.asked or (self.last > 0 and self.noise != _noise(device))
+        self.holds = any([p() is not None for p in self.past])
+        self.past.clear()
+        self.asked = self.asked or self.holds or (self.last > 0 and self.noise != _noise(device))
         return self.last > 0 and not self.asked
 
 
@@ -110,20 +142,25 @@ def beyond(device: torch.device) -> bool:
 def on_dropped(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """func of dropped parts; None where they are left out."""
     call = None if is_compiling() else RUNNING.call
-    if call is None or not (call.short and call.attentions):
+    if call is None or not call.attentions:
         return func(*args, **kwargs)
     if call.leaves_out:
         return None
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+    if not call.alone():
+        asked()
+        return func(*args, **kwargs)
+    if not call.short:
+        return func(*args, **kwargs)
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
         return func(*args, **kwargs)
 
 
-def _itself(x: Any) -> Any:
-    return x
+def _unpack(held: Past) -> Tensor:
+    return held.tensor
 
 
-def _asked() -> None:
-    """Somebody wants dropped positions."""
+def asked() -> None:
+    """Somebody wants dropped positions, or draws random numbers for them."""
     call = None if is_compiling() else RUNNING.call
     if call is not None and call.last is None:
         call.asked = True
@@ -260,7 +297,7 @@ class Streams:
 
     @property
     def dropped(self) -> Any:
-        _asked()
+        asked()
         return self.taken_apart()[1]
 
     @property
@@ -394,7 +431,7 @@ def merge(s: Streams) -> Tensor:
     """The whole tensor, exactly (rule 4)."""
     if s.parts is None:
         return s.whole
-    _asked()
+    asked()
     (kept, dropped), axis = s.parts, s.axis
     if dropped is None:
         raise RuntimeError(
