@@ -85,17 +85,17 @@ class Call:
         self.last: int | None = None  # how many there were; None in the first run
         self.asked = False  # for dropped positions, behind the last of them
         self.noise: list[bytes] = []  # the states of random generators there
-        self.hooks: Any = None  # the checkpoint's
+        self.hooks = 0  # the id of the checkpoint's: they hold, by it and what it runs again, this
         self.past: list[weakref.ref[Past]] = []
         self.holds = False  # something that went past the checkpoint, after the first run
 
     def starts(self) -> None:
-        self.attentions, self.hooks = 0, _hooks(False)
+        self.attentions, self.hooks = 0, id(_hooks(False)[0])
 
     def alone(self) -> bool:
         """Is nobody between us and the checkpoint but Lean or DropIT? One inside the block counts too, and runs again by itself."""
         top = _hooks(False)
-        return top is not None and (top[0] is self.hooks[0] or hasattr(getattr(top[0], "__self__", None), "stands_aside"))
+        return top is not None and (id(top[0]) == self.hooks or hasattr(getattr(top[0], "__self__", None), "stands_aside"))
 
     def pack(self, x: Tensor) -> Past:
         held = Past(x.detach())  # an output itself would close a cycle through its grad_fn
