@@ -19,7 +19,8 @@ Behind the attention of a block, dropped positions are computed for the forward 
 runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
 runs: what dropped positions save behind an attention goes past it, and is held by those who saved it until they are cut. A block that
 asked for dropped positions there (a merge), or drew random numbers, runs again as a whole; so does one of which that is not known, from
-an earlier run of it or of another of its kind, and one in which something that went past was not cut (a norm on the trunk, as BERT's).
+an earlier run of it or of another of its kind, one in which something that went past was not cut (a norm on the trunk, as BERT's), and
+one that keeps as many positions as it drops: torch compares the shapes of what both runs save, and could not tell them apart.
 
 NOTE [layout]
 The whole tensor has shape (a..., P..., b...), where P are the `span` adjacent axes that positions lie on: one for tokens,
