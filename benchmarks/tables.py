@@ -126,6 +126,8 @@ def fits_table() -> str:
             if peer is None:
                 continue
             shown = [r for r in alone if all(r[k] == peer[k] for k in ("room_gib", "gpu", "torch", "commit"))]
+            if len(shown) == 1:  # nothing is compared yet
+                continue
             head = ["| | largest | tokens, of checkpointing's | step there, of checkpointing's |", "|---|---|---|---|"]
             out += [f"{peer['about']}, batch 1, {room:g} GiB:", "", *head, *(fits_row(r, peer) for r in shown), ""]
             seen += shown
