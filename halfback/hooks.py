@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -37,6 +38,7 @@ from .streams import (
     Site,
     Streams,
     absent,
+    asked,
     contains,
     find,
     merge,
@@ -484,6 +486,15 @@ class Known(Standin):
         return self.plain(*args, **kwargs)
 
 
+class Draws(TorchDispatchMode):
+    """While a block is counted: fake tensors draw random numbers that no generator knows of. Attention's dropout is asked for itself."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
+            asked()
+        return func(*args, **(kwargs or {}))
+
+
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
@@ -599,6 +610,9 @@ class Recomputed(Standin):
             before, RUNNING.call = RUNNING.call, call
             call.starts()
             try:
+                if call.last is None and isinstance(inputs[0], FakeTensor):
+                    with Draws():
+                        return run(*inputs, **kw)
                 return run(*inputs, **kw)
             finally:
                 RUNNING.call = before

@@ -165,7 +165,7 @@ def per_part(name, func, args, kwargs):
     keyword = {k: v.some if isinstance(v, Streams) else v for k, v in kwargs.items()}
     if not isinstance(args[0], Streams):
         return func(args[0], *rest, **keyword)
-    if name in RANDOM and _draws(name, args, kwargs):
+    if name == "detach" or (name in RANDOM and _draws(name, args, kwargs)):  # detached: for somebody who may look at it later
         asked()
     return both(args[0], lambda part: func(part, *rest, **keyword))
 

@@ -434,6 +434,11 @@ def merge(s: Streams) -> Tensor:
         return s.whole
     asked()
     (kept, dropped), axis = s.parts, s.axis
+    if dropped is None and s.site.attention != "skip":  # NOTE [again]
+        raise RuntimeError(
+            f"{s.site.block}: an activation put aside while Recompute computed the block again has no dropped positions. Detach it "
+            "where it is put aside, or look at it before the backward."
+        )
     if dropped is None:
         raise RuntimeError(
             f"SkipTokens: {s.site.block} runs an operation that needs all positions, and the dropped ones are not there. "

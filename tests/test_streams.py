@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import halfback as hb
 from halfback.methods import ATTENTION
 from halfback.positions import Positions
+from halfback.train.nets import DroppedBlock
 
 ALL = {name: "all" if name in zoo.TRANSFORMERS else "paper" for name in zoo.MODELS}
 
@@ -311,6 +312,29 @@ def test_what_goes_past_the_checkpoint_is_not_held(kind):
 
     (held, left), (less, least) = alive("sbp(keep=0.3, layers='all', sampler='fixed')+recompute"), alive("recompute")
     assert held <= 1.1 * less + 1024 and left <= least + 1024
+
+
+def test_an_activation_that_was_detached_to_be_looked_at_later_is_whole_after_the_backward():
+    model, x, logged = nn.Sequential(*(Peculiar("plain") for _ in range(3))), torch.randn(2, 17, 32), {}
+    for block in model:
+        block.mlp[1].register_forward_hook(lambda module, args, output: logged.__setitem__(module, output.detach()))
+    model(x).sum().backward()
+    exact = [float(y.mean()) for y in logged.values()]
+    hb.apply_(model, *hb.parse("sbp(keep=0.3, layers='all')+recompute"))
+    for _ in range(3):
+        model(x).square().sum().backward()
+        assert [float(y.mean()) for y in logged.values()] == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["query", "qkv"])
+@pytest.mark.parametrize("keep", [0.1, 0.4])
+def test_a_block_that_draws_random_numbers_by_itself_is_counted_as_it_runs(keep, mode):
+    """Fake tensors draw none: that a path is dropped is not seen at the generator."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(DroppedBlock(32, 4, 0.1 * i) for i in range(4))), torch.randn(2, 49, 32)
+    hb.apply_(model, *hb.parse(f"sbp(keep={keep}, layers='all', attention='{mode}')+recompute"))
+    counted = hb.profile(model, x, optimizer="none").peak
+    assert all(hb.profile(model, x, optimizer="none", real=True).peak == counted for _ in range(2))
 
 
 def test_dropped_positions_are_not_computed_again():
