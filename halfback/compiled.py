@@ -139,7 +139,8 @@ class Marking(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             self.attended.append(out)
         elif name in LAYERS and self.joins(name, args):
-            self.projected.append(out)
+            if out.requires_grad:  # or the sum's parts would be held for the sum alone
+                self.projected.append(out)
         elif len(args) > 0 and (name in VIEWS or (name == "dropout" and _does_nothing(args, kwargs))):
             for made in (self.attended, self.projected):
                 if _among(args[0], made):
