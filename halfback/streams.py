@@ -124,6 +124,11 @@ class Running(threading.local):
 RUNNING = Running()
 
 
+def running() -> Call | None:
+    """The recomputed block that runs now, in eager mode."""
+    return None if is_compiling() else RUNNING.call
+
+
 def _noise(device: torch.device) -> list[bytes]:
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index or 0 :][:1] if device.type == "cuda" else ())]
     return [g.get_state().numpy().tobytes() for g in generators]
@@ -131,7 +136,7 @@ def _noise(device: torch.device) -> list[bytes]:
 
 def beyond(device: torch.device) -> bool:
     """An attention's kept rows are there. Are its dropped ones to be left out, and all that follows of them?"""
-    call = None if is_compiling() else RUNNING.call
+    call = running()
     if call is None:
         return False
     call.attentions += 1
@@ -142,15 +147,15 @@ def beyond(device: torch.device) -> bool:
 
 def on_dropped(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """func of dropped parts; None where they are left out."""
-    call = None if is_compiling() else RUNNING.call
+    call = running()
     if call is None or not call.attentions:
         return func(*args, **kwargs)
     if call.leaves_out:
         return None
-    if not call.alone():
+    alone = call.alone()
+    if not alone:
         asked()
-        return func(*args, **kwargs)
-    if not call.short:
+    if not (alone and call.short):
         return func(*args, **kwargs)
     with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
         return func(*args, **kwargs)
@@ -162,7 +167,7 @@ def _unpack(held: Past) -> Tensor:
 
 def asked() -> None:
     """Somebody wants dropped positions, or draws random numbers for them."""
-    call = None if is_compiling() else RUNNING.call
+    call = running()
     if call is not None and call.last is None:
         call.asked = True
 
@@ -690,7 +695,7 @@ def same_layout(a: Streams, b: Streams) -> bool:
 
 
 def _left_out() -> bool:
-    call = None if is_compiling() else RUNNING.call
+    call = running()
     return call is not None and call.leaves_out
 
 
