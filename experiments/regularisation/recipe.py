@@ -1,4 +1,4 @@
-"""How strongly the main recipes regularise: chosen for exact training, on samples held back from the training set."""
+"""How strongly the main recipes regularise, and in what batches: chosen for exact training, on samples held back from training."""
 
 from halfback.train import Arm, Recipe, Settings
 
@@ -14,6 +14,7 @@ def arms() -> tuple[Arm, ...]:
             Arm(f"{name}, strong", "exact", {**changes, **STRONG}, group=name, against=f"{name}, weak"),
             Arm(f"{name}, half mixed", "exact", {**changes, **MIXED}, group=name, against=f"{name}, weak"),
             Arm(f"{name}, strong, half mixed", "exact", {**changes, **STRONG, **MIXED}, group=name, against=f"{name}, weak"),
+            Arm(f"{name}, half mixed, batch 128", "exact", {**changes, **MIXED, "batch": 128}, group=name, against=f"{name}, weak"),
         ]
     return tuple(found)
 

@@ -3,7 +3,7 @@
     resnet18     ResNet-18 with the stem for small images: a 3 x 3 convolution of stride 1, and no pooling        11.2 million parameters
     vit-s4       ViT-S with patches of 4 pixels (8 x 8 tokens and a class token), read from the class token        21.4 million
     vit-s4-mean  the same, read from the mean of its tokens
-    convnext     ConvNeXt with a stem of 2 x 2 pixels, 2, 2, 6 and 2 blocks of 64, 128, 256 and 512 channels        8.6 million
+    convnext     ConvNeXt with a stem of 2 x 2 pixels, 2, 6 and 2 blocks of 96, 192 and 384 channels                 4.8 million
 
 `drop_path` is the chance that the last block's branches are skipped for a sample; earlier ones less, linearly.
 """
@@ -136,7 +136,7 @@ class Mixer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    def __init__(self, channels: int, classes: int, drop_path: float, depths: tuple[int, ...] = (2, 2, 6, 2), width: int = 64):
+    def __init__(self, channels: int, classes: int, drop_path: float, depths: tuple[int, ...] = (2, 6, 2), width: int = 96):
         super().__init__()
         widths = [width * 2**i for i in range(len(depths))]
         self.stem = nn.Sequential(nn.Conv2d(channels, width, 2, 2), Norm(width, eps=1e-6))
@@ -160,8 +160,8 @@ class ConvNeXt(nn.Module):
 
 
 def convnext(channels: int, size: int, classes: int, drop_path: float) -> nn.Module:
-    if size % 16:
-        raise ValueError(f"model 'convnext' halves an image four times; {size} pixels cannot be.")
+    if size % 8:
+        raise ValueError(f"model 'convnext' halves an image three times; {size} pixels cannot be.")
     return ConvNeXt(channels, classes, drop_path)
 
 
