@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from halfback.bench.work import Place
 
 MARK = "HALFBACK_BESIDE"
 POLL = 0.2  # seconds
+TIMED = threading.Lock()  # held while something is timed
 
 
 def trainings() -> Iterator[int]:
@@ -50,11 +52,12 @@ def send(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send(signal.SIGCONT)
+    with TIMED:
+        send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            send(signal.SIGCONT)
 
 
 def rows(path: Path, place: Place) -> list[tuple[Any, list[Row]]]:
@@ -103,32 +106,31 @@ def main() -> int:
     beside: list[subprocess.Popen[bytes]] = []
 
     def begin() -> None:
-        if not beside and (args.until is None or args.until.exists()):
+        while args.until is not None and not args.until.exists():
+            time.sleep(POLL)
+        with TIMED:
             for i, command in enumerate(args.beside):
                 beside.append(started(command, args.out / f"beside_{i}.log", **{MARK: str(os.getpid())}))
 
-    class Politely(Run):
-        def _ready(self, batch: list[Any]) -> list[Any]:
-            begin()
-            return super()._ready(batch)
+    beginning = threading.Thread(target=begin, daemon=True)  # an error ends all of it, and does not wait for a file
+    beginning.start()
 
+    class Politely(Run):
         def _time(self, *args: Any, **kwargs: Any) -> None:
             with alone():
                 super()._time(*args, **kwargs)
 
-    begin()
     if work:
         Politely(place, args.out / "bench.jsonl", say, side_by_side=sum(len(r) for _, r in work), again=True).steps(work)
     failed = 0
     for i, command in enumerate(args.alone):
-        begin()
         with alone():
             code = started(command, args.out / f"alone_{i}.log").wait()
         say(f"{command}: exit code {code}")
         failed += code != 0
-    while args.beside and (not beside or any(p.poll() is None for p in beside)):
-        begin()
-        time.sleep(POLL)
+    beginning.join()
+    for training in beside:
+        training.wait()
     return int(failed > 0 or any(p.returncode for p in beside))
 
 

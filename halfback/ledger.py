@@ -474,6 +474,21 @@ class Rule:
     again: Callable | None  # what computes, out of place, what it makes
 
 
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """The frame outside, if there is one, has nothing to do meanwhile, and would be called for every shape that the one inside looks at."""
+    modes = torch._C._len_torch_function_stack()
+    outside = torch._C._get_function_stack_at(modes - 1) if modes else None
+    if not isinstance(outside, Ledger):
+        yield
+        return
+    torch._C._pop_torch_function_stack()
+    try:
+        yield
+    finally:
+        torch._C._push_on_torch_function_stack(outside)
+
+
 class Ledger(TorchFunctionMode):
     """The frame of one forward: the mode that sees functions and the hooks that see what they save.
 
@@ -499,7 +514,7 @@ class Ledger(TorchFunctionMode):
         self.outer = _hooks(False)
         before, self.within.ledger = self.within.ledger, self
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self:
+            with _aside(), torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self:
                 yield self
         finally:
             self.within.ledger = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
+from halfback.ledger import Ledger
 
 D = 16
 
@@ -263,6 +265,47 @@ def test_a_model_dies_without_the_garbage_collector():
         assert weight() is None
     finally:
         gc.enable()
+
+
+def modes():
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_frame_inside_another_sets_it_aside(fails):
+    """Or the outer one would be called for every shape that the inner one looks at: half of the CPU time of a recomputed block."""
+    seen = {}
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            seen.setdefault("inside", modes())  # not when it is computed again
+            if fails:
+                raise ZeroDivisionError
+            return x + self.layer(self.norm(x)).relu()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Inner(), Inner()])
+
+        def forward(self, x):
+            seen["before"] = modes()
+            for block in self.blocks:
+                with contextlib.suppress(ZeroDivisionError):
+                    x = block(x)
+                assert modes() == seen["before"]
+            return x
+
+    model = Outer()
+    hb.apply_(model, hb.Lean(), hb.Recompute(sparing=True))
+    model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    ours = [m for m in seen["inside"] if isinstance(m, Ledger)]
+    assert len(ours) == 1 and ours != seen["before"] and [type(m) for m in seen["before"]] == [Ledger]
+    assert modes() == []
 
 
 def test_an_error_in_the_middle_of_a_function_leaves_the_ledger_ready():
