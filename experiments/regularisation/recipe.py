@@ -1,22 +1,24 @@
-"""How strongly the main recipes regularise, and in what batches: chosen for exact training, on samples held back from training."""
+"""How strongly the main recipes regularise: chosen for exact training, on samples held back from the training set."""
 
 from halfback.train import Arm, Recipe, Settings
 
-STRONG = {"magnitude": 9.0, "erase": 0.25}
 MIXED = {"mixup": 0.8, "cutmix": 1.0, "mixing": 0.5}
+CONVNEXT = {"model": "convnext", "lr": 2e-3, "channels_last": True}
 
 
 def arms() -> tuple[Arm, ...]:
-    found = []
-    for name, changes in (("ViT-S/4", {}), ("ConvNeXt", {"model": "convnext", "lr": 2e-3, "channels_last": True})):
-        found += [
-            Arm(f"{name}, weak", "exact", changes, group=name),
-            Arm(f"{name}, strong", "exact", {**changes, **STRONG}, group=name, against=f"{name}, weak"),
-            Arm(f"{name}, half mixed", "exact", {**changes, **MIXED}, group=name, against=f"{name}, weak"),
-            Arm(f"{name}, strong, half mixed", "exact", {**changes, **STRONG, **MIXED}, group=name, against=f"{name}, weak"),
-            Arm(f"{name}, half mixed, batch 128", "exact", {**changes, **MIXED, "batch": 128}, group=name, against=f"{name}, weak"),
-        ]
-    return tuple(found)
+    """Weight decay shrinks weights by lr * decay a step: at the ViT's rate 0.05 forgets over 200 epochs, 0.5 over 20."""
+    vit = [Arm("ViT-S/4, half mixed", "exact", MIXED, group="ViT-S/4")]
+    for decay in (0.2, 0.5, 1.0):
+        vit.append(Arm(f"ViT-S/4, half mixed, decay {decay}", "exact", {**MIXED, "weight_decay": decay}, group="ViT-S/4"))
+    vit.append(Arm("ViT-S/4, decay 0.5", "exact", {"weight_decay": 0.5}, group="ViT-S/4"))
+    first = "ConvNeXt, half mixed"
+    convnext = [
+        Arm(first, "exact", {**CONVNEXT, **MIXED}, group="ConvNeXt", against=first),
+        Arm(f"{first}, batch 128", "exact", {**CONVNEXT, **MIXED, "batch": 128}, group="ConvNeXt", against=first),
+        Arm(f"{first}, decay 0.2", "exact", {**CONVNEXT, **MIXED, "weight_decay": 0.2}, group="ConvNeXt", against=first),
+    ]
+    return (*vit, *convnext)
 
 
 RECIPE = Recipe(
@@ -49,7 +51,7 @@ RECIPE = Recipe(
     ),
     arms=arms(),
     seeds=(0, 1),
-    against="ViT-S/4, weak",
+    against="ViT-S/4, half mixed",
     order=7,
     minutes=30,
 )

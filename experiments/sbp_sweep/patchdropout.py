@@ -1,0 +1,23 @@
+"""PatchDropout on a ViT-S/4: in training half of the patches enter the blocks, drawn for each sample; the class token always does."""
+
+import torch
+from torch import Tensor, nn
+
+from halfback.train.nets import make_net
+
+KEPT = 0.5
+
+
+def drop(block: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+    if not block.training:
+        return None
+    (x,) = args
+    n, tokens, width = x.shape
+    kept = 1 + torch.rand(n, tokens - 1, device=x.device).topk(round(KEPT * (tokens - 1))).indices
+    return (torch.cat((x[:, :1], x.gather(1, kept[..., None].expand(-1, -1, width))), 1),)
+
+
+def vit_s4() -> nn.Module:
+    model = make_net("vit-s4", (3, 32, 32), 100)
+    model.get_submodule("blocks.0").register_forward_pre_hook(drop)
+    return model
