@@ -603,8 +603,7 @@ class Recomputed(Standin):
             return _settled(out)
         kind = type(self.module)
         known = self.kinds.get(kind, False)
-        # Where as many are kept as dropped, torch could not tell a part of one from the other's, if they ever got mixed up.
-        call = Call(bool(known if known is None or self.short is None else self.short) and 2 * x.at.k != x.at.n)
+        call = Call(bool(known if known is None or self.short is None else self.short))
 
         def again(*inputs, **kw):
             before, RUNNING.call = RUNNING.call, call
@@ -617,7 +616,8 @@ class Recomputed(Standin):
             finally:
                 RUNNING.call = before
 
-        out = checkpoint(again, *tensors, *rest, use_reentrant=False, **kwargs)
+        # Where as many are kept as dropped, shapes do not tell one from the other: both runs are to save as much, to the block's end.
+        out = checkpoint(again, *tensors, *rest, use_reentrant=False, early_stop=not call.short or 2 * x.at.k != x.at.n, **kwargs)
         short = call.ended(x.device)
         if call.holds:
             self.kinds[kind] = None

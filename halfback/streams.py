@@ -19,8 +19,9 @@ Behind the attention of a block, dropped positions are computed for the forward 
 runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
 runs: what dropped positions save behind an attention goes past it, and is held by those who saved it until they are cut. A block that
 asked for dropped positions there (a merge), or drew random numbers, runs again as a whole; so does one of which that is not known, from
-an earlier run of it or of another of its kind, one in which something that went past was not cut (a norm on the trunk, as BERT's), and
-one that keeps as many positions as it drops: torch compares the shapes of what both runs save, and could not tell them apart.
+an earlier run of it or of another of its kind, and one in which something that went past was not cut (a norm on the trunk, as BERT's).
+torch compares how much both runs save, and the shapes. A run that ends early, as soon as all is there, is not counted; so a block that
+keeps as many positions as it drops, which shapes do not tell apart, runs again to its end.
 
 NOTE [layout]
 The whole tensor has shape (a..., P..., b...), where P are the `span` adjacent axes that positions lie on: one for tokens,

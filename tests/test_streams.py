@@ -348,8 +348,8 @@ def test_dropped_positions_are_not_computed_again():
                 self.seen.append(tuple(args[1].shape))
             return func(*args, **(kwargs or {}))
 
-    def again(text):
-        model, x = nn.Sequential(*(Peculiar("plain") for _ in range(3))), torch.randn(2, 17, 32)
+    def again(text, n=17):
+        model, x = nn.Sequential(*(Peculiar("plain") for _ in range(3))), torch.randn(2, n, 32)
         hb.apply_(model, *hb.parse(text))
         model(x).square().sum().backward()  # the first block learns that it can do without, for all of its kind
         loss = model(x).square().sum()
@@ -361,6 +361,8 @@ def test_dropped_positions_are_not_computed_again():
     assert seen.count((2 * 11, 32)) == 3 and seen.count((2 * 6, 64)) <= 3  # keys and values of dropped ones, in three blocks
     assert (2 * 11, 64) not in seen
     assert again("recompute").count((2 * 17, 32)) >= 6
+    seen = again("sbp(keep=0.47, layers='all')+recompute", n=18)  # 9 are kept, 9 dropped
+    assert seen.count((2 * 9, 64)) == 3  # the last layer of kept ones, as these blocks run again to their ends
 
 
 @pytest.mark.parametrize("ramp", ["uniform", "increasing"])
