@@ -356,14 +356,21 @@ def test_samples_of_one_batch_get_each_their_own_operation():
         assert torch.allclose(together[i], ours(name, images[i], int(sign[i]), 0.7), atol=1e-3)
 
 
-def test_all_operations_and_both_signs_are_drawn(monkeypatch):
+def test_all_operations_and_both_signs_are_drawn():
     seen = []
-    monkeypatch.setattr("halfback.train.augment.operate", lambda x, which, sign, strength: seen.append((which, sign)) or x)
-    randaugment(torch.zeros(2000, 3, 2, 2), 2, 0.9, seeded())
+    randaugment(torch.zeros(2000, 3, 2, 2), 2, 0.9, seeded(), lambda x, which, sign, strength: seen.append((which, sign)) or x)
     assert len(seen) == 2
     for which, sign in seen:
         assert which.bincount(minlength=len(OPERATIONS)).min() > 80
         assert set(sign.tolist()) == {1, -1} and abs(sign.float().mean()) < 0.14
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+def test_compiled_it_draws_and_does_the_same():
+    x = torch.stack([photo(seed=i) for i in range(64)])
+    plain, compiled = (Augment(4, True, 2, 9, compiled=c).images(x, seeded()) for c in (False, True))
+    apart = (plain - compiled).abs() > 1e-4  # a value that lies on a step of the second operation may fall to either side
+    assert apart.float().mean() < 1e-3 and (plain != x / 255).float().mean() > 0.8
 
 
 def test_grey_images_keep_their_one_channel():

@@ -24,7 +24,9 @@ Papers: RandAugment, arxiv.org/abs/1909.13719. Random erasing, 1708.04896. mixup
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +52,7 @@ class Augment:
     mixup         alpha of mixup; 0: none
     cutmix        alpha of CutMix; 0: none. With both, each batch takes one of them, by a coin
     mixing        the chance that a sample is mixed at all
+    compiled      RandAugment by torch.compile: a few kernels for each operation instead of sixty
     """
 
     crop: int = 0
@@ -61,6 +64,7 @@ class Augment:
     cutmix: float = 0.0
     reflect: bool = False
     mixing: float = 1.0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("crop", "randaugment", "mixup", "cutmix"):
@@ -83,7 +87,7 @@ class Augment:
         if self.crop or self.flip:
             x = crop_and_flip(x, self.crop, self.flip, generator, reflect=self.reflect)
         if self.randaugment:
-            x = randaugment(x.float(), self.randaugment, self.magnitude / 10, generator)
+            x = randaugment(x.float(), self.randaugment, self.magnitude / 10, generator, _compiled() if self.compiled else operate)
         return x / 255
 
     def prepared(self, x: Tensor, mean: Tensor, deviation: Tensor, generator: Generator) -> Tensor:
@@ -162,12 +166,17 @@ def _reflected(at: Tensor, size: int) -> Tensor:
 # RandAugment
 
 
-def randaugment(x: Tensor, count: int, strength: float, generator: Generator) -> Tensor:
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(operate, dynamic=False)
+
+
+def randaugment(x: Tensor, count: int, strength: float, generator: Generator, do: Callable[..., Tensor]) -> Tensor:
     """`count` operations on each sample, one after the other. Values in 0 ... 255, in and out."""
     for _ in range(count):
         which = torch.randint(len(OPERATIONS), (len(x),), generator=generator, device=x.device)
         sign = 2 * torch.randint(2, (len(x),), generator=generator, device=x.device) - 1
-        x = operate(x, which, sign, strength)
+        x = do(x, which, sign, strength)
     return x
 
 

@@ -64,7 +64,7 @@ class Training:
             raise ValueError(f"batch {settings.batch} is more than the {len(self.data.train)} samples of {settings.data}.")
         self.steps = settings.epochs * self.per_epoch
         s = settings
-        self.augment = Augment(s.crop, s.flip, s.randaugment, s.magnitude, s.erase, s.mixup, s.cutmix, mixing=s.mixing)
+        self.augment = Augment(s.crop, s.flip, s.randaugment, s.magnitude, s.erase, s.mixup, s.cutmix, mixing=s.mixing, compiled=s.compile)
         self.generator = torch.Generator(self.device)
         self.model = self.run = self._model()
         self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None
