@@ -11,7 +11,7 @@ def arms() -> tuple[Arm, ...]:
     found += [Arm(f"{s} sampler", f"sbp(keep=0.5, sampler='{s}')", group="sampler") for s in ("random", "fixed")]
     found += [Arm(f"attention {a}", f"sbp(keep=0.5, attention='{a}')", group="attention") for a in ("qkv", "heads")]
     found += [Arm("SkipTokens", "skiptokens(keep=0.5)", group="attention")]
-    found += [Arm("PatchDropout", "exact", {"model": "experiments/sbp_sweep/patchdropout.py:vit_s4"}, group="attention")]
+    found += [Arm("PatchDropout", "exact", {"model": "experiments/changed_forward/patchdropout.py:vit_s4"}, group="attention")]
     found += [Arm(f"{m} masks", f"sbp(keep=0.5, masks='{m}')", group="masks") for m in ("independent",)]
     return tuple(found)
 
