@@ -184,8 +184,7 @@ class SkipTokens(Method):
 class Recompute(Method):
     """Blocks are checkpointed: what they hold is computed again in the backward. Beside SBP little of that is of dropped positions: in a
     compiled model what kept ones need, in eager mode what comes before attention, unless there is dropout behind it, a merge, or a norm on
-    the trunk, or as many are kept as dropped. Compile with options={"allow_buffer_reuse": False}, or the compiler holds a block's tensors
-    for the next one.
+    the trunk. Compile with options={"allow_buffer_reuse": False}, or the compiler holds a block's tensors for the next one.
 
     layers    "all", "last 2/3", names, glob patterns, or a function of (name, module)
     sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.
