@@ -10,6 +10,8 @@ NOTE [one draw a forward]
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
 import operator
@@ -25,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from . import ops  # noqa: F401  fills the table
+from . import ops  # which fills the table
 from .attention import multi_head, steady
 from .methods import SBP, SkipTokens
 from .notes import constant, listen, note
@@ -609,15 +611,18 @@ class Recomputed(Standin):
             before, RUNNING.call = RUNNING.call, call
             call.starts()
             try:
-                if call.last is None and isinstance(inputs[0], FakeTensor):
-                    with Draws():
-                        return run(*inputs, **kw)
-                return run(*inputs, **kw)
+                with Draws() if call.last is None and isinstance(inputs[0], FakeTensor) else contextlib.nullcontext():
+                    out = run(*inputs, **kw)
+                made = ops.streams_in((out,))
+                if not made or any([s.traced for s in made]):  # by a compiled function, of which we hear nothing
+                    asked()
+                return out
             finally:
                 RUNNING.call = before
 
-        # Where as many are kept as dropped, shapes do not tell one from the other: both runs are to save as much, to the block's end.
-        out = checkpoint(again, *tensors, *rest, use_reentrant=False, early_stop=not call.short or 2 * x.at.k != x.at.n, **kwargs)
+        # Where as many are kept as dropped, shapes do not tell one from the other: to the block's end both runs are to save as much.
+        early = not call.short or 2 * x.at.k != x.at.n
+        out = checkpoint(functools.partial(again, **kwargs), *tensors, *rest, use_reentrant=False, early_stop=early)
         short = call.ended(x.device)
         if call.holds:
             self.kinds[kind] = None

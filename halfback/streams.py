@@ -18,10 +18,10 @@ NOTE [again]
 Behind the attention of a block, dropped positions are computed for the forward alone: their branches are cut. So when a recomputed block
 runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
 runs: what dropped positions save behind an attention goes past it, and is held by those who saved it until they are cut. A block that
-asked for dropped positions there (a merge), or drew random numbers, runs again as a whole; so does one of which that is not known, from
-an earlier run of it or of another of its kind, and one in which something that went past was not cut (a norm on the trunk, as BERT's).
-torch compares how much both runs save, and the shapes. A run that ends early, as soon as all is there, is not counted; so a block that
-keeps as many positions as it drops, which shapes do not tell apart, runs again to its end.
+asked for dropped positions there (a merge), has a compiled function there, or drew random numbers, runs again as a whole; so does one of
+which that is not known, from an earlier run of it or of another of its kind, and one in which something that went past was not cut (a norm
+on the trunk, as BERT's). torch compares the shapes of what both runs save, and that the second saves enough. A block that keeps as many
+positions as it drops, which shapes do not tell apart, runs again to its end, past where all is there: so it may not save more either.
 
 NOTE [layout]
 The whole tensor has shape (a..., P..., b...), where P are the `span` adjacent axes that positions lie on: one for tokens,
@@ -39,7 +39,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -262,6 +262,7 @@ class Streams:
     site: Site
     rest: Any = None
     view_of_another: bool = False
+    traced: bool = field(default_factory=is_compiling)  # made by a compiled function, maybe inside an eager block: NOTE [again]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -294,6 +295,8 @@ class Streams:
         return Streams(self.parts, self.whole, self.at, self.axis, self.span, self.outer, TRUNK, site, self.rest)
 
     def taken_apart(self) -> tuple[Tensor, Any]:
+        if self.traced:
+            asked()
         if self.parts is None:
             self.parts = split_parts(self.whole.flatten(self.axis, self.axis + self.span - 1), self.at, self.axis)
         return self.parts
@@ -418,6 +421,7 @@ def _flatten(s: Streams):
 def _unflatten(children, context) -> Streams:
     parts, whole, rest, at = children
     axis, span, outer, role, site = context
+    asked()  # what was done to the parts meanwhile, nobody saw
     return Streams(parts, whole, at, axis, span, outer, role, site, rest)
 
 

@@ -14,7 +14,7 @@ from reference import Cut, bert_block, convnext_block, llama_block, vit_block
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
@@ -215,6 +215,19 @@ def test_recompute_changes_no_gradient_and_holds_less(name, mode):
     assert hb.held(model, lambda: zoo.loss(model, batch)) < 0.5 * more
 
 
+@torch.compile(backend="eager")
+def activated(h):
+    return F.silu(h) * h
+
+
+@torch.compile(backend="eager")
+def turned(h):
+    return h.flip(1)
+
+
+COMPILED = ("compiled", "compiled to its end", "compiled merge")
+
+
 class Peculiar(nn.Module):
     """A block of which dropped positions are wanted, or random numbers drawn, behind its attention; or which has another one there."""
 
@@ -241,7 +254,15 @@ class Peculiar(nn.Module):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(2)
                 return x + F.dropout(self.out(F.dropout(x, 0.1)), 0.1)
+        if self.kind == "compiled":
+            return x + self.mlp[3](activated(self.mlp[1](self.mlp[0](x))))
         y = self.mlp(x)
+        if self.kind == "compiled to its end":
+            return activated(x + y)
+        if self.kind == "compiled merge":
+            return turned(x + y)
+        if self.kind == "tree":
+            y = tree_map_only(torch.Tensor, lambda t: t.sin() if t.is_floating_point() else t, y)
         if self.kind == "sum":
             y = y + y.cumsum(1)
         return x + (F.dropout(y, 0.5) if self.kind == "dropout" else y)
@@ -249,7 +270,8 @@ class Peculiar(nn.Module):
 
 @pytest.mark.parametrize("more", ["recompute", "lean+recompute(sparing=True)", "dropit(bits=8, activation_bits=8)+recompute(sparing=True)"])
 @pytest.mark.parametrize("keep", [0.3, 0.47])  # 9 of 18 positions: parts of one shape
-@pytest.mark.parametrize("kind", ["plain", "sum", "dropout", "twice", "bias", "post-norm", "checkpoint", "own stream"])
+@pytest.mark.parametrize("kind", ["plain", "sum", "dropout", "twice", "bias", "post-norm", "checkpoint", "own stream", "tree", *COMPILED])
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
 def test_what_a_block_wants_of_dropped_positions_is_computed_again(kind, keep, more):
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Peculiar(kind) for _ in range(3))), torch.randn(2, 18, 32, requires_grad=True)
