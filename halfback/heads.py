@@ -331,7 +331,7 @@ class Spared(Standin):
         return {k: v for k, v in super().__getstate__().items() if k != "_owner"}
 
     @property
-    def owner(self) -> int:
+    def owner(self) -> str:
         if "_owner" not in self.__dict__:
             self._owner = listen(self.report)
         return self._owner

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import distributed
 
-LISTENERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+LISTENERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _OWNERS = itertools.count(1)
 
 
@@ -29,15 +29,15 @@ def constant(f: Callable) -> Callable:
     return f
 
 
-def listen(report: Any) -> int:
-    """The number under which a report hears."""
-    owner = next(_OWNERS)
+def listen(report: Any) -> str:
+    """The name under which a report hears. A text: the compiler takes a number for one that varies, once it has seen two."""
+    owner = str(next(_OWNERS))
     LISTENERS[owner] = report
     return owner
 
 
 @constant
-def note(owner: int, block: str, kind: str, what: str) -> bool:
+def note(owner: str, block: str, kind: str, what: str) -> bool:
     """Tell whoever applied the method that `what` was merged, or fell back, in `block`. A compiled graph calls this once, when it is
     traced, as plain Python."""
     listener = LISTENERS.get(owner)

@@ -248,7 +248,7 @@ def _draw(
     stride: int,
     seed: int,
     device: torch.device,
-    owner: int,
+    owner: str,
 ) -> Tensor:
     listener = LISTENERS.get(owner)
     if listener is not None:
@@ -314,7 +314,7 @@ def draw(
     seed: int = 0,
     device: torch.device | str = "cpu",
     factors: Sequence[tuple[int, ...]] = (),
-    owner: int = 0,
+    owner: str = "",
 ) -> list[Positions]:
     """One split for each keep ratio, drawn together: a pure function of its arguments. With `factors` it is enlarged by them, one
     after the other, and the splits of all grids hang together by `coarse`."""

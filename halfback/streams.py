@@ -59,7 +59,7 @@ class Site:
     """Where Streams come from: the block that they are in, who hears of merges, and how attention treats them."""
 
     block: str = ""
-    owner: int = 0
+    owner: str = ""
     attention: str = "query"
 
 

@@ -177,5 +177,5 @@ def test_positions_by_hand():
 
 def test_the_ops_are_what_compilers_expect():
     torch.library.opcheck(torch.ops.halfback.tick.default, (torch.zeros((), dtype=torch.int64),))
-    args = (key(), [4, 4], [2, 2], 0, [8], "grid", "shared", 0, 0, torch.device("cpu"), 0)
+    args = (key(), [4, 4], [2, 2], 0, [8], "grid", "shared", 0, 0, torch.device("cpu"), "")
     torch.library.opcheck(torch.ops.halfback.draw.default, args)
