@@ -476,7 +476,7 @@ class Rule:
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """The frame outside, if there is one, has nothing to do meanwhile, and would be called for every shape that the one inside looks at."""
+    """The frame right outside, if there is one, has nothing to do, and would be called for every shape that the one inside looks at."""
     modes = torch._C._len_torch_function_stack()
     outside = torch._C._get_function_stack_at(modes - 1) if modes else None
     if not isinstance(outside, Ledger):
