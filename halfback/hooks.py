@@ -603,16 +603,20 @@ class Recomputed(Standin):
             out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
             _allow(False)
             return _settled(out)
+        return self.twice(functools.partial(run, **kwargs), x, (*tensors, *rest))
+
+    def twice(self, run: Any, x: Streams, inputs: tuple) -> Any:
+        """In eager mode, a block on Streams, and again in the backward, if it can without dropped positions: NOTE [again]."""
         kind = type(self.module)
         known = self.kinds.get(kind, False)
         call = Call(bool(known if known is None or self.short is None else self.short))
 
-        def again(*inputs, **kw):
+        def again(*inputs):
             before, RUNNING.call = RUNNING.call, call
             call.starts()
             try:
                 with Draws() if call.last is None and isinstance(inputs[0], FakeTensor) else contextlib.nullcontext():
-                    out = run(*inputs, **kw)
+                    out = run(*inputs)
                 made = ops.streams_in((out,))
                 if not made or any([s.traced for s in made]):  # by a compiled function, of which we hear nothing
                     asked()
@@ -621,8 +625,7 @@ class Recomputed(Standin):
                 RUNNING.call = before
 
         # Where as many are kept as dropped, shapes do not tell one from the other: to the block's end both runs are to save as much.
-        early = not call.short or 2 * x.at.k != x.at.n
-        out = checkpoint(functools.partial(again, **kwargs), *tensors, *rest, use_reentrant=False, early_stop=early)
+        out = checkpoint(again, *inputs, use_reentrant=False, early_stop=not call.short or 2 * x.at.k != x.at.n)
         short = call.ended(x.device)
         if call.holds:
             self.kinds[kind] = None

@@ -1,25 +1,15 @@
 """PatchDropout: in training half of a ViT's patches enter its blocks, drawn for each sample; the class token always does."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from halfback.bench.peers import some_patches
 from halfback.models import load_model
 from halfback.train.nets import make_net
 
-KEPT = 0.5
-
-
-def drop(block: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
-    if not block.training:
-        return None
-    (x,) = args
-    n, tokens, width = x.shape
-    kept = 1 + torch.rand(n, tokens - 1, device=x.device).topk(round(KEPT * (tokens - 1))).indices
-    return (torch.cat((x[:, :1], x.gather(1, kept[..., None].expand(-1, -1, width))), 1),)
-
 
 def dropping(model: nn.Module) -> nn.Module:
-    model.get_submodule("blocks.0").register_forward_pre_hook(drop)
+    first = model.get_submodule("blocks.0")
+    first.register_forward_pre_hook(lambda block, args: some_patches(*args, 0.5) if block.training else None)
     return model
 
 

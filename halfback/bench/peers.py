@@ -122,14 +122,16 @@ def fewbits_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied
 # Fewer patches, fewer weights
 
 
-def patchdropout_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:
-    def some(module: nn.Module, args: Any, x: Tensor) -> Tensor:
-        b, n, width = x.shape
-        chosen = torch.rand(b, n - 1, device=x.device).argsort(1)[:, : round(value * (n - 1))] + 1
-        return torch.cat((x[:, :1], x.gather(1, chosen[..., None].expand(-1, -1, width))), 1)
+def some_patches(x: Tensor, share: float) -> Tensor:
+    """Of (N, tokens, width) a share of the tokens, drawn for each sample; the first, a class token, always."""
+    n, tokens, width = x.shape
+    chosen = 1 + torch.rand(n, tokens - 1, device=x.device).topk(round(share * (tokens - 1))).indices
+    return torch.cat((x[:, :1], x.gather(1, chosen[..., None].expand(-1, -1, width))), 1)
 
+
+def patchdropout_(model: nn.Module, value: float, spec: Spec, device: str) -> Applied:
     place = next(m for name, m in model.named_modules() if name in PLACES)
-    place.register_forward_hook(some)
+    place.register_forward_hook(lambda module, args, x: some_patches(x, value))
     return Applied()
 
 
