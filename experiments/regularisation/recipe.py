@@ -11,8 +11,7 @@ def arms() -> tuple[Arm, ...]:
     vit = [Arm("ViT-S/4, half mixed", "exact", MIXED, group="ViT-S/4")]
     for decay in (0.5, 1.0):
         vit.append(Arm(f"ViT-S/4, half mixed, decay {decay}", "exact", {**MIXED, "weight_decay": decay}, group="ViT-S/4"))
-    vit.append(Arm("ViT-S/4, half mixed, decay 0.5, rate 3e-4", "exact", {**MIXED, "weight_decay": 0.5, "lr": 3e-4}, group="ViT-S/4"))
-    vit.append(Arm("ViT-S/4, decay 0.5", "exact", {"weight_decay": 0.5}, group="ViT-S/4"))
+    vit.append(Arm("ViT-S/4, half mixed, decay 0.5, rate 1e-3", "exact", {**MIXED, "weight_decay": 0.5, "lr": 1e-3}, group="ViT-S/4"))
     first = "ConvNeXt, half mixed"
     convnext = [
         Arm(first, "exact", {**CONVNEXT, **MIXED}, group="ConvNeXt", against=first),
