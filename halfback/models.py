@@ -462,7 +462,7 @@ def _pictures(wanted: Wanted, model: nn.Module, n: int, channels: int, size: int
     shape = n, channels, size, size
     if wanted.light:
         return torch.empty(shape, dtype=_dtype_of(model), device="meta")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(n))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(n), device="cpu")
 
 
 def _classes(n: int, classes: int) -> Tensor:
@@ -620,7 +620,7 @@ def _hf_texts(wanted: Wanted, transformers: Any, config: Any, head: str) -> Subj
 
 
 def _ids(n: int, seq: int, words: int) -> Tensor:
-    return torch.randint(min(1, words - 1), max(2, words), (n, seq), generator=torch.Generator().manual_seed(n))
+    return torch.randint(min(1, words - 1), max(2, words), (n, seq), generator=torch.Generator().manual_seed(n), device="cpu")
 
 
 # A user's own
