@@ -150,8 +150,8 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         return _heads(q, key, value, attn_mask, dropout_p, is_causal, scale)
     if mode == "qkv":
         fused = _fused(q.kept, value.kept, attn_mask, dropout_p)
-        if fused is not None:
-            return _kept_only(fused, q, key, value, attn_mask, is_causal, scale)
+        if fused is not None:  # of keys, too, some are left out of a query's gradient: it is not unweighed
+            return _kept_only(fused, q, key, value, attn_mask, is_causal, scale).weighed()
         why = "dropout" if dropout_p else "this mask, dtype or width"
         note(
             q.site.owner,
@@ -161,6 +161,11 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
         )
         key = key.like(key.kept, key.dropped.detach())
         value = value.like(value.kept, value.dropped.detach())
+    return _attend(q.weighed(inverse=True), key, value, attn_mask, dropout_p, is_causal, scale).weighed()
+
+
+def _attend(q: Streams, key, value, attn_mask, dropout_p, is_causal, scale) -> Streams:
+    """Kept queries, and dropped ones without gradient, over all keys."""
     ordered = is_causal or attn_mask is not None
     k, v = join(key, ordered), join(value, ordered)
     alike = _alike(q, k, v)

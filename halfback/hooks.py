@@ -105,7 +105,7 @@ class State:
         self.step.fill_(mark)
 
     def site(self, block: str) -> Site:
-        return Site(block, self.owner, self.method.attention)
+        return Site(block, self.owner, self.method.attention, self.method.scale)
 
     # NOTE [one draw a forward]
 

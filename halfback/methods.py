@@ -117,6 +117,8 @@ class SBP(Method):
     grid       the shape in which positions lie, where it cannot be found, as (14, 14)
     always     how many leading tokens (class, register) are always kept; None: found from the model
     masks      "shared" by all layers; "independent" and "disjoint" are for experiments
+    scale      what a kept position passes back to others, through attention or a convolution, counts for the dropped ones too, so that
+               it is right in the mean; False: as in the paper, it is that much smaller
     opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
     seed       of the masks
     schedule   keep over the training, for who follows it (hb.follow_): points (share of the training, keep) with straight lines between
@@ -131,6 +133,7 @@ class SBP(Method):
     grid: tuple[int, ...] | None = None
     always: int | None = None
     masks: str = "shared"
+    scale: bool = False
     opaque: tuple[str, ...] = ()
     seed: int = 0
     schedule: Schedule | None = None
@@ -169,6 +172,7 @@ class SkipTokens(Method):
     ramp: ClassVar[str] = "uniform"
     masks: ClassVar[str] = "shared"
     attention: ClassVar[str] = "skip"
+    scale: ClassVar[bool] = False
     opaque: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

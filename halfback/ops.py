@@ -16,7 +16,23 @@ from torch import Tensor
 
 from .attention import attend, multi_head
 from .notes import note
-from .streams import BRANCH, TABLE, TRUNK, WHOLE, Streams, absent, asked, find, merge, on_dropped, same_layout, seen, split, split_parts
+from .streams import (
+    BRANCH,
+    MIXED,
+    TABLE,
+    TRUNK,
+    WHOLE,
+    Streams,
+    absent,
+    asked,
+    find,
+    merge,
+    on_dropped,
+    same_layout,
+    seen,
+    split,
+    split_parts,
+)
 
 
 def streams_in(args: Sequence) -> list[Streams]:
@@ -68,8 +84,9 @@ def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
 
 def _role(streams: Sequence[Streams], weights: bool = False) -> str:
     roles = [s.role for s in streams]
-    if WHOLE in roles:
-        return WHOLE
+    for role in (WHOLE, MIXED):
+        if role in roles:
+            return role
     return BRANCH if weights or BRANCH in roles else TRUNK
 
 
@@ -112,13 +129,12 @@ def pointwise(name, func, args, kwargs):
         joined = _whole_join(*args)
         if joined is not None:
             return joined
-    pairs = _parts(args, like)
+    joins = name in JOINS and len(streams) > 1 and any([s.role == TRUNK for s in streams]) and all([same_layout(s, like) for s in streams])
+    pairs = _parts([_branch(a) if isinstance(a, Streams) else a for a in args] if joins else args, like)
     named = {key: _parts(value, like) for key, value in kwargs.items()} if kwargs else kwargs
     if pairs is None or any([pair is None for pair in named.values()]):
         return NotImplemented
-    (kept_args, dropped_args), role = pairs, _role(streams)
-    if name in JOINS and len(streams) > 1:
-        dropped_args, role = _cut(dropped_args, streams, args, role)
+    (kept_args, dropped_args), role = pairs, TRUNK if joins else _role(streams)
     kept = func(*kept_args, **{key: pair[0] for key, pair in named.items()}) if named else func(*kept_args)
     dropped = None
     if not absent(like):
@@ -137,10 +153,7 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
         if isinstance(other, Streams):
             if other.role == TRUNK or not same_layout(trunk, other) or other.shape != trunk.shape:
                 return None
-            if other.role == BRANCH:
-                note(trunk.site.owner, trunk.site.block, "cut", "")
-                other = other.like(other.kept, other.dropped.detach())
-            other = merge(other)
+            other = merge(_branch(other))
         elif not isinstance(other, Tensor) or other.shape != trunk.shape:
             return None
         whole = seen(torch.add)(trunk.whole, other)
@@ -148,15 +161,15 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
     return None
 
 
-def _cut(dropped_args, streams, args, role):
+def _branch(s: Streams) -> Streams:
     """Rule 2: where trunk and branch meet, the branch's dropped part is a constant."""
-    roles = [s.role for s in streams]
-    if TRUNK not in roles:
-        return dropped_args, role
-    if BRANCH in roles:
-        note(streams[0].site.owner, streams[0].site.block, "cut", "")
-    pairs = zip(args, dropped_args, strict=True)
-    return [d.detach() if isinstance(a, Streams) and a.role == BRANCH and d is not None else d for a, d in pairs], TRUNK
+    if s.role not in (BRANCH, MIXED):
+        return s
+    note(s.site.owner, s.site.block, "cut", "")
+    if s.role == MIXED:
+        s = s.weighed()
+    kept, dropped = s.taken_apart()
+    return s.like(kept, None if dropped is None else dropped.detach())
 
 
 def per_part(name, func, args, kwargs):
@@ -513,7 +526,7 @@ def convolution(name, func, args, kwargs):
         note(x.site.owner, x.site.block, "merged", name)
         return whole
     note(x.site.owner, x.site.block, "dense", name)
-    return split(whole, at, 2, n, role, x.site)
+    return split(whole, at, 2, n, role if role == WHOLE else MIXED, x.site)
 
 
 def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:

@@ -14,6 +14,13 @@ NOTE [five rules]
     at the output of a convolution that is split again: never at a merge.
  5. Streams end where the chosen blocks end: the exit of the last one merges, uncut (rewrite.py).
 
+NOTE [weights]
+Of n positions k are kept, and a kept one stands for n / k of them; one that is always kept, for itself. With `scale`, what a kept
+position passes back to others (through attention's keys and values, through a convolution) counts that often: so those gradients are
+right in the mean over masks. What it passes back to itself is exact as it is, and must not be scaled: kept positions are the same in all
+layers, and factors would pile up. So gradients are weighed behind attention, and for its queries unweighed (attention.py); and where a
+branch with a convolution joins the trunk (ops.py), as of a convolution little goes back to the same position.
+
 NOTE [again]
 Behind the attention of a block, dropped positions are computed for the forward alone: their branches are cut. So when a recomputed block
 runs again, in the backward, they are left out there. torch's checkpoint counts what a block saves, though, and wants the same from both
@@ -51,7 +58,9 @@ from torch.utils import _pytree as pytree
 from .notes import constant, note
 from .positions import Positions
 
-TRUNK, BRANCH, WHOLE = "trunk", "branch", "whole"  # WHOLE: a branch that is approximated already, and not cut again
+TRUNK, BRANCH = "trunk", "branch"
+MIXED = "mixed"  # a branch in which a convolution has mixed positions: NOTE [weights]
+WHOLE = "whole"  # a branch that is approximated already, and not cut again
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Site:
     block: str = ""
     owner: str = ""
     attention: str = "query"
+    scale: bool = False
 
 
 # Blocks that run again: NOTE [again]
@@ -231,6 +241,22 @@ class Merge(torch.autograd.Function):
         return grad_kept, grad_dropped, None, None, None
 
 
+class Weigh(torch.autograd.Function):
+    """x, whose gradient is multiplied by `weight` along `dim`, but for the first `ones` there."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: float, ones: int, dim: int):
+        ctx.weight, ctx.ones, ctx.dim = weight, ones, dim
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weighed = grad * ctx.weight
+        if ctx.ones:
+            weighed.narrow(ctx.dim, 0, ctx.ones).copy_(grad.narrow(ctx.dim, 0, ctx.ones))
+        return weighed, None, None, None
+
+
 def split_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
     """Both parts of x along `dim`. Rows are gathered: where positions come last (channels first), the axis before them is what a row
     holds, and the parts lie in memory with channels last."""
@@ -289,6 +315,14 @@ class Streams:
             self.site,
             self.rest,
         )
+
+    def weighed(self, inverse: bool = False) -> Streams:
+        """The same, whose kept positions count in the backward for dropped ones too: NOTE [weights]."""
+        at, (kept, dropped) = self.at, self.taken_apart()
+        if not self.site.scale or self.outer != 1 or at.k in (at.n, at.always):
+            return self
+        weight = (at.n - at.always) / (at.k - at.always)
+        return self.like(Weigh.apply(kept, 1 / weight if inverse else weight, at.always, self.axis), dropped)
 
     def entering(self, site: Site) -> Streams:
         """The same contents as the trunk of another block (rule 2)."""

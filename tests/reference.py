@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 
 
-class Cut:
-    """Which positions keep a gradient, and the helpers that a hand-written block needs."""
+def weighed(x: Tensor, weight: Tensor | float) -> Tensor:
+    """x, to the bit, with its gradient times a weight."""
+    return x.detach() + weight * (x - x.detach())
 
-    def __init__(self, kept: Tensor, n: int):
+
+class Cut:
+    """Which positions keep a gradient, and the helpers that a hand-written block needs.
+
+    scale: a kept position counts for dropped ones in what it passes to others; the first `always`, which stand for themselves, count once.
+    """
+
+    def __init__(self, kept: Tensor, n: int, scale: bool = False, always: int = 0):
         self.mask = torch.zeros(n, dtype=torch.bool)
         self.mask[kept] = True
+        self.weight = torch.ones(n, 1, dtype=torch.float64)
+        if scale:
+            self.weight[always:] = (n - always) / (len(kept) - always)
 
     def rows(self, x: Tensor) -> Tensor:
         """x (B, n, D) with the dropped rows constant."""
@@ -27,13 +38,15 @@ class Cut:
         n, groups = q.shape[2], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if mode == "query":
+            q = weighed(q, 1 / self.weight)
         m = q @ k.mT * scale
         if causal:
             m = m.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
         rows = self.mask[None, None, :, None]
         if mode == "query":
-            return torch.where(rows, m.softmax(-1) @ v, (m.softmax(-1) @ v).detach())
-        return QKV.apply(q, k, v, m.detach(), self.mask, scale)
+            return weighed(torch.where(rows, m.softmax(-1) @ v, (m.softmax(-1) @ v).detach()), self.weight)
+        return weighed(QKV.apply(q, k, v, m.detach(), self.mask, scale), self.weight)
 
 
 class QKV(torch.autograd.Function):
@@ -94,10 +107,10 @@ def llama_block(block: nn.Module, x: Tensor, cut: Cut, mode: str, rope: tuple[Te
     return x + cut.rows(block.mlp(block.post_attention_layernorm(x)))
 
 
-def convnext_block(block: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
-    """keep: (H, W) bool. Dropped outputs of the convolution get zero gradient, and so does the branch."""
+def convnext_block(block: nn.Module, x: Tensor, keep: Tensor, weight: float = 1.0) -> Tensor:
+    """keep: (H, W) bool. Dropped outputs of the convolution get zero gradient, and so does the branch; its kept ones count `weight` times."""
     y = block.dwconv(x)
     y = torch.where(keep, y, y.detach()).permute(0, 2, 3, 1)
     y = block.pwconv2(block.act(block.pwconv1(block.layernorm(y)))) * block.layer_scale_parameter
     y = y.permute(0, 3, 1, 2)
-    return x + torch.where(keep, y, y.detach())
+    return x + torch.where(keep, weighed(y, weight), y.detach())

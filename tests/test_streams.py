@@ -84,8 +84,8 @@ def test_keeping_everything_is_bitwise_the_plain_model(name):
 # Bar 2
 
 
-def _reference_logits(name, model, batch, at, mode):
-    cut = Cut(at.kept, at.n)
+def _reference_logits(name, model, batch, at, mode, scale):
+    cut = Cut(at.kept, at.n, scale, at.always)
     if name == "vit":
         x = model.vit.embeddings(batch["pixel_values"])
         for block in model.vit.layers:
@@ -112,16 +112,17 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("mode", ["query", "qkv"])
 @pytest.mark.parametrize("name", ["vit", "bert", "llama"])
-def test_gradients_equal_sbp_done_by_hand(name, mode, head):
+def test_gradients_equal_sbp_done_by_hand(name, mode, scale, head):
     model, batch = zoo.make(name, layers=3)
     model = model.double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     inner = getattr(model, "vit", None) or getattr(model, "bert", None) or model.model
-    hb.apply_(inner, hb.SBP(0.5, layers="all", attention=mode, sampler="fixed"))
+    hb.apply_(inner, hb.SBP(0.4, layers="all", attention=mode, sampler="fixed", scale=scale))
     at = drawn(inner, batch)
-    assert at.k < at.n
+    assert at.always == 1 < at.k < at.n
 
     def objective(x):
         y = HEADS[head](x)
@@ -129,7 +130,7 @@ def test_gradients_equal_sbp_done_by_hand(name, mode, head):
 
     approximate = gradients(model, batch, lambda m, b: objective(inner(**b).last_hidden_state))
     hb.remove_(inner)
-    by_hand = gradients(model, batch, lambda m, b: objective(_reference_logits(name, model, b, at, mode)[1]))
+    by_hand = gradients(model, batch, lambda m, b: objective(_reference_logits(name, model, b, at, mode, scale)[1]))
     exact = gradients(model, batch, lambda m, b: objective(inner(**b).last_hidden_state))
     assert approximate.keys() == by_hand.keys()
     for key, grad in by_hand.items():
@@ -137,11 +138,12 @@ def test_gradients_equal_sbp_done_by_hand(name, mode, head):
     assert any((approximate[key] - exact[key]).abs().max() > 1e-6 for key in exact), "nothing was approximated"
 
 
+@pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_gradients_of_convnext_equal_sbp_done_by_hand(pooled):
+def test_gradients_of_convnext_equal_sbp_done_by_hand(pooled, scale):
     model, batch = zoo.make("convnext", depths=(2, 2, 3, 2))
     model, x = model.convnext.double(), batch["pixel_values"].double()
-    hb.apply_(model, hb.SBP(0.5, layers="paper", sampler="fixed"))
+    hb.apply_(model, hb.SBP(0.25, layers="paper", sampler="fixed", scale=scale))
     at = drawn(model, {"pixel_values": x})
     masks = []
     while at is not None:
@@ -161,7 +163,7 @@ def test_gradients_of_convnext_equal_sbp_done_by_hand(pooled):
             for layer in stage.downsampling_layer:
                 y = layer(y)
             for i, block in enumerate(stage.layers):
-                y = convnext_block(block, y, mask) if i < chosen else block(y)
+                y = convnext_block(block, y, mask, 4.0 if scale else 1.0) if i < chosen else block(y)
         return y
 
     approximate = gradients(model, x, lambda m, x: objective(m(x).last_hidden_state))

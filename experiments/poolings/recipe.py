@@ -7,7 +7,13 @@ OPTIMIZERS = {
     "SGD": {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4},
 }
 POOLS = {"class token": "small-vit", "average": "small-vit-mean"}
-METHODS = {"SBP": "sbp(keep=0.5)", "SBP, all layers": "sbp(keep=0.5, layers='all')", "DropIT": "dropit(keep=0.1, exact_first=False)"}
+METHODS = {
+    "SBP": "sbp(keep=0.5)",
+    "SBP, scaled": "sbp(keep=0.5, scale=True)",
+    "SBP, all layers": "sbp(keep=0.5, layers='all')",
+    "SBP, all layers, scaled": "sbp(keep=0.5, layers='all', scale=True)",
+    "DropIT": "dropit(keep=0.1, exact_first=False)",
+}
 
 
 def arms() -> tuple[Arm, ...]:
