@@ -146,6 +146,8 @@ class SBP(Method):
         _one_of("SBP", "ramp", self.ramp, RAMPS)
         _one_of("SBP", "attention", self.attention, ATTENTION)
         _one_of("SBP", "masks", self.masks, MASKS)
+        if not isinstance(self.scale, bool):
+            raise ValueError(f"SBP(): scale={self.scale!r} must be True or False.")
         object.__setattr__(self, "opaque", (self.opaque,) if isinstance(self.opaque, str) else tuple(self.opaque))
         if self.grid is not None:
             object.__setattr__(self, "grid", tuple(self.grid))
@@ -190,7 +192,7 @@ class Recompute(Method):
     compiled model what kept ones need, in eager mode what comes before attention, unless there is dropout behind it, a merge, or a norm on
     the trunk. Compile with options={"allow_buffer_reuse": False}, or the compiler holds a block's tensors for the next one.
 
-    layers    "all", "last 2/3", names, glob patterns, or a function of (name, module)
+    layers    "all", "first 1/3", "last 2/3", names, glob patterns, or a function of (name, module)
     sparing   beside Lean or DropIT: they work in recomputed blocks too. The peak falls further, for more time.
     parts     a batch goes through a recomputed block in so many parts, one after the other, so that the block has less alive at a time.
               Its samples must not see each other, as they do in a batch norm; the first step checks that. Blocks that SBP runs, and

@@ -108,7 +108,7 @@ def llama_block(block: nn.Module, x: Tensor, cut: Cut, mode: str, rope: tuple[Te
 
 
 def convnext_block(block: nn.Module, x: Tensor, keep: Tensor, weight: float = 1.0) -> Tensor:
-    """keep: (H, W) bool. Dropped outputs of the convolution get zero gradient, and so does the branch; its kept ones count `weight` times."""
+    """keep: (H, W) bool. Dropped outputs of the convolution get no gradient, nor does the branch; kept ones count `weight` times."""
     y = block.dwconv(x)
     y = torch.where(keep, y, y.detach()).permute(0, 2, 3, 1)
     y = block.pwconv2(block.act(block.pwconv1(block.layernorm(y)))) * block.layer_scale_parameter

@@ -51,11 +51,12 @@ def compiled_against_eager(model, batch, steps, backend="aot_eager"):
     return worst
 
 
+@pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("mode", ["query", "qkv"])
 @pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
-def test_one_compilation_trains_with_fresh_masks_and_eager_gradients(name, mode):
+def test_one_compilation_trains_with_fresh_masks_and_eager_gradients(name, mode, scale):
     model, batch = short(name)
-    hb.apply_(model, hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode))
+    hb.apply_(model, hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode, scale=scale))
     assert compiled_against_eager(model, batch, STEPS) < 1e-5
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
@@ -79,7 +80,7 @@ def compiled_gradients(model, batch):
 @pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
 def test_recomputation_changes_no_bit_of_a_compiled_gradient(name, mode):
     model, batch = zoo.make(name, depths=(1, 1, 2, 1)) if name == "convnext" else zoo.make(name, layers=2)
-    method = hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode)
+    method = hb.SBP(0.5, layers="paper" if name == "convnext" else "all", attention=mode, scale=True)
     hb.apply_(model, method)
     without = compiled_gradients(model, batch)
     hb.remove_(model)

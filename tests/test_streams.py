@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
-from halfback.methods import ATTENTION
+from halfback.methods import ATTENTION, parse
+from halfback.models import ViT
 from halfback.positions import Positions
-from halfback.train.nets import DroppedBlock
+from halfback.train.nets import DroppedBlock, Mixer
 
 ALL = {name: "all" if name in zoo.TRANSFORMERS else "paper" for name in zoo.MODELS}
 
@@ -173,6 +174,61 @@ def test_gradients_of_convnext_equal_sbp_done_by_hand(pooled, scale):
         assert (approximate[key] - grad).abs().max() <= 1e-10, key
 
 
+class OneMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Conv2d(3, 8, 2, 2), nn.ModuleList([Mixer(8, 0.0)]), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+ONE_BLOCK = {  # and the weights that gradients reach through other positions
+    "attention": (lambda: ViT(8, 2, 3, 8, 1, 2, 5, "mean"), {"blocks.0.attention.qkv.weight": slice(8, None)}),
+    "convolution": (OneMixer, {"blocks.0.mix.weight": slice(None), "blocks.0.mlp.0.weight": slice(None), "stem.weight": slice(None)}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BLOCK)
+def test_scaled_what_goes_back_to_other_positions_is_right_in_the_mean_over_masks(name):
+    torch.manual_seed(0)
+    make, weights = ONE_BLOCK[name]
+    model, x = make().double(), torch.randn(3, 3, 8, 8, dtype=torch.double)
+    exact = gradients(model, x, lambda m, x: m(x).pow(2).sum())
+
+    def mean_of_masks(scale):
+        hb.apply_(model, hb.SBP(0.5, layers=["blocks.0"], scale=scale))
+        found = [gradients(model, x, lambda m, x: m(x).pow(2).sum()) for _ in range(16)]
+        hb.remove_(model)
+        key = next(iter(weights))
+        masks = {round(f[key].abs().sum().item(), 9): f for f in found}
+        assert len(masks) == 2, "a checkerboard, and the other one"
+        return {k: sum(f[k] for f in masks.values()) / 2 for k in weights}
+
+    scaled, unscaled = mean_of_masks(True), mean_of_masks(False)
+    for key, part in weights.items():
+        assert torch.allclose(scaled[key][part], exact[key][part], atol=1e-10, rtol=0), key
+        assert not torch.allclose(unscaled[key][part], exact[key][part], rtol=0.2), key
+
+
+@pytest.mark.parametrize("more", ["", "+lean", "+recompute"])
+@pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
+def test_scaling_holds_nothing(name, more):
+    model, batch = short(name)
+
+    def held(scale):
+        hb.apply_(model, *parse(f"sbp(keep=0.5, layers={ALL[name]!r}, scale={scale}){more}"))
+        zoo.loss(model, batch).backward()
+        found = hb.held(model, lambda: zoo.loss(model, batch))
+        hb.remove_(model)
+        return found
+
+    assert held(True) == held(False)
+
+
 # Bar 3
 
 
@@ -208,7 +264,7 @@ def test_held_bytes_of_convnext_tiny_fall():
 @pytest.mark.parametrize("name", ["vit", "bert", "llama", "gpt2", "convnext", "tv_vit"])
 def test_recompute_changes_no_gradient_and_holds_less(name, mode):
     model, batch = short(name)
-    method = hb.SBP(0.5, layers=ALL[name], attention=mode)
+    method = hb.SBP(0.5, layers=ALL[name], attention=mode, scale=True)
     hb.apply_(model, method)
     without, more = gradients(model, batch), hb.held(model, lambda: zoo.loss(model, batch))
     hb.remove_(model)
