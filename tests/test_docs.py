@@ -187,3 +187,20 @@ def test_the_search_finds(site, browser):
         tab.close()
         server.shutdown()
     assert wrong == []
+
+
+def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
+    spec = importlib.util.spec_from_file_location("headline", ROOT / "experiments" / "headline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    top1 = {"mean": -0.2, "interval": [-0.6, 0.2], "seeds": [0, 1]}
+    arm = {"name": module.ARM, "method": "sbp(keep=0.5)", "mean": {"top1": 66.0}, "against": {"top1": top1}}
+    row = {"part": "step", "model": "vit-s4", "compiled": True, "device": "cuda", "time_ratio": 0.9, "peak_ratio": 0.4}
+    row |= dict.fromkeys(("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib"), 0)
+    others = [{**row, "text": "sbp(keep=0.25)"}, {**row, "text": "sbp(keep=0.5)", "compiled": False}]
+    with pytest.raises(ValueError, match="no row of it"):
+        module.headline({"arms": [arm]}, others)
+    found = module.headline({"arms": [arm]}, [{**row, "text": "sbp(keep=0.5)"}, *others])
+    assert found["reached"] == {"top1_difference": True, "peak_ratio": False, "time_ratio": True}
+    with pytest.raises(ValueError, match="two seeds"):
+        module.headline({"arms": [{**arm, "against": {"top1": {**top1, "seeds": [0]}}}]}, [row])

@@ -35,6 +35,7 @@ RECIPE = Recipe(
     arms=(
         Arm("exact", "exact"),
         Arm("SBP", "sbp(keep=0.5)"),
+        Arm("SBP, scaled", "sbp(keep=0.5, scale=True)"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
         Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),
     ),

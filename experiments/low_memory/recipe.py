@@ -11,6 +11,7 @@ EXACT = {
 APPROXIMATE = {
     "SBP": "sbp(keep=0.5)+lean",
     "SBP, all layers": "sbp(keep=0.5, layers='all')+lean",
+    "SBP, all layers, scaled": "sbp(keep=0.5, layers='all', scale=True)+lean",
     "SBP, all layers, qkv": "sbp(keep=0.5, layers='all', attention='qkv')+lean",
     "SBP, all layers, keep 0.75": "sbp(keep=0.75, layers='all')+lean",
     "SBP, all layers, increasing": "sbp(keep=0.5, layers='all', ramp='increasing')+lean",

@@ -35,7 +35,9 @@ from halfback.trained import consistency, gradient_norms, similarity
 
 VARIANTS = {
     "SBP": "sbp(keep=0.5)",
+    "scaled": "sbp(keep=0.5, scale=True)",
     "all layers": "sbp(keep=0.5, layers='all')",
+    "all layers, scaled": "sbp(keep=0.5, layers='all', scale=True)",
     "keep 0.25": "sbp(keep=0.25)",
     "increasing": "sbp(keep=0.5, ramp='increasing')",
     "decreasing": "sbp(keep=0.5, ramp='decreasing')",

@@ -13,6 +13,8 @@ def arms() -> tuple[Arm, ...]:
     found += [Arm("SkipTokens", "skiptokens(keep=0.5)", group="attention")]
     found += [Arm("PatchDropout", "exact", {"model": "experiments/changed_forward/patchdropout.py:vit_s4"}, group="attention")]
     found += [Arm(f"{m} masks", f"sbp(keep=0.5, masks='{m}')", group="masks") for m in ("independent",)]
+    scaled = {"keep 0.5": "keep=0.5", "keep 0.25": "keep=0.25", "layers all": "keep=0.5, layers='all'"}
+    found += [Arm(f"{name}, scaled", f"sbp({settings}, scale=True)", group="scale") for name, settings in scaled.items()]
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from halfback.train import Arm, Recipe, Settings
 
 METHODS = {
     "SBP": "sbp(keep=0.5)",
+    "SBP, Lean, Recompute": "sbp(keep=0.5)+lean+recompute(layers='first 1/3', sparing=True)",
     "SkipTokens": "skiptokens(keep=0.5)",
     "DropIT, keep 0.1": "dropit(keep=0.1, exact_first=False)",
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
@@ -17,14 +18,15 @@ def arms() -> tuple[Arm, ...]:
         changes = {"model": model}
         found.append(Arm(f"exact, {pool}", "exact", changes, group=pool))
         for name, method in METHODS.items():
-            if pool == "class token" or name == "SBP":
+            if (name == "SBP") == (pool == "average"):
                 found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=f"exact, {pool}"))
     return tuple(found)
 
 
 RECIPE = Recipe(
     title="SBP and DropIT on a ViT, main schedule",
-    about="ViT-S/4 from scratch on CIFAR-100, read from its class token and from the mean of its tokens; five paired seeds.",
+    about="ViT-S/4 from scratch on CIFAR-100, read from its class token and from the mean of its tokens; five paired seeds. Lean and "
+    "Recompute are exact: with them beside it, SBP has the gradient that it has alone.",
     paper="SBP, keep 0.5 on two thirds of the layers: -0.5 to -0.6 points on ImageNet. DropIT, keep 0.1: +0.2 to +0.6 in fine-tuning.",
     base=Settings(
         data="cifar100",
