@@ -83,11 +83,10 @@ def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
 
 
 def _role(streams: Sequence[Streams], weights: bool = False) -> str:
-    roles = [s.role for s in streams]
-    for role in (WHOLE, MIXED):
-        if role in roles:
-            return role
-    return BRANCH if weights or BRANCH in roles else TRUNK
+    roles = {s.role for s in streams}
+    if WHOLE in roles or roles == {MIXED}:
+        return WHOLE if WHOLE in roles else MIXED
+    return BRANCH if weights or roles != {TRUNK} else TRUNK
 
 
 def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:

@@ -19,7 +19,8 @@ Of n positions k are kept, and a kept one stands for n / k of them; one that is 
 position passes back to others (through attention's keys and values, through a convolution) counts that often: so those gradients are
 right in the mean over masks. What it passes back to itself is exact as it is, and must not be scaled: kept positions are the same in all
 layers, and factors would pile up. So gradients are weighed behind attention, and for its queries unweighed (attention.py); and where a
-branch with a convolution joins the trunk (ops.py), as of a convolution little goes back to the same position.
+branch joins the trunk all of which went through a convolution (ops.py), of which little goes back to the same position. A branch that has
+a way around it too (a gate, a sum) is left unscaled.
 
 NOTE [again]
 Behind the attention of a block, dropped positions are computed for the forward alone: their branches are cut. So when a recomputed block
@@ -59,7 +60,7 @@ from .notes import constant, note
 from .positions import Positions
 
 TRUNK, BRANCH = "trunk", "branch"
-MIXED = "mixed"  # a branch in which a convolution has mixed positions: NOTE [weights]
+MIXED = "mixed"  # a branch all of which went through a convolution: NOTE [weights]
 WHOLE = "whole"  # a branch that is approximated already, and not cut again
 
 
@@ -318,9 +319,10 @@ class Streams:
 
     def weighed(self, inverse: bool = False) -> Streams:
         """The same, whose kept positions count in the backward for dropped ones too: NOTE [weights]."""
-        at, (kept, dropped) = self.at, self.taken_apart()
+        at = self.at
         if not self.site.scale or self.outer != 1 or at.k in (at.n, at.always):
             return self
+        kept, dropped = self.taken_apart()
         weight = (at.n - at.always) / (at.k - at.always)
         return self.like(Weigh.apply(kept, 1 / weight if inverse else weight, at.always, self.axis), dropped)
 
