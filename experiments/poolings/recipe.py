@@ -42,7 +42,7 @@ def verdict(results: dict) -> str:
         f"with the mean of the tokens and SGD, SBP ends at {rise('SBP', mean)} times exact training's loss, and on all layers at "
         f"{rise('SBP, all layers', mean)} times; with AdamW at {rise('SBP', adam)} and {rise('SBP, all layers', adam)}; with a class token "
         f"and AdamW at {rise('SBP', token)} and {rise('SBP, all layers', token)}. That is the smaller gradient of SBP's layers, a smaller "
-        f"learning rate in effect. Scaled (`scale=True`) it ends at {rise('SBP, scaled', mean)} and {rise('SBP, all layers, scaled', mean)} "
+        f"learning rate in effect. Scaled (`scale=True`) it is at {rise('SBP, scaled', mean)} and {rise('SBP, all layers, scaled', mean)} "
         "times with the mean of the tokens and SGD. There, use it, raise the rate, or keep more."
     )
 
