@@ -229,7 +229,8 @@ class DropIT(Method):
     """Lean, and where a layer's input is held for nobody else, a sparse copy of it. The gradient that flows on stays exact; the
     gradient of the weight comes from the copy.
 
-    keep             the share of entries of a layer's input that is kept
+    keep             the share of entries of a layer's input that is kept; a grouped or depthwise convolution, whose filters would lose
+                     whole channels, holds a copy of 4 bits instead
     select           "largest" by magnitude (the paper's Min-K), or "random", scaled so that the gradient is unbiased
     of               "elements", "channels", or "rows" (positions; the weight's gradient then costs only `keep`)
     block            elements are selected in blocks of so many (Parallel Min-K); None: of the whole tensor at once, which is slow
@@ -275,13 +276,16 @@ class DropIT(Method):
         if self.schedule is not None and self.bits is not None:
             raise ValueError(f"DropIT(): bits={self.bits} keeps the whole input, so schedule={self.schedule!r} means nothing.")
 
-    def store(self, keep: float | None = None) -> Any:
-        """How a layer's input is held; None: as it is."""
+    def store(self, keep: float | None = None, grouped: bool = False) -> Any:
+        """How a layer's input is held; None: as it is. `grouped`: of a convolution whose filters see few channels each, or one. The largest
+        entries lie in few channels, so those of the others would hardly learn: a few-bit copy has all."""
         keep = self.keep if keep is None else keep
         if self.bits is not None:
             return FewBits(self.bits, self.stochastic)
         if keep == 1:
             return None
+        if grouped and self.exact_first and self.select == "largest" and self.of != "rows":
+            return FewBits()
         if self.of == "elements":
             return Elements(keep, self.select, self.block)
         return (Channels if self.of == "channels" else Rows)(keep, self.select)

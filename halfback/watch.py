@@ -123,7 +123,7 @@ class Watch:
         self._reset()
 
     def set_keep(self, keep: float) -> None:
-        self.store = self.method.store(keep) if isinstance(self.method, DropIT) else None
+        self.store, self.grouped = (self.method.store(keep, g) if isinstance(self.method, DropIT) else None for g in (False, True))
 
     def mark(self) -> int:
         """Where the draws stand; `rewind` goes back there."""
@@ -148,11 +148,13 @@ class Watch:
             name = self.names.get(id(parameter), (None, ""))[1]
         return name
 
-    def store_of(self, weight: Tensor) -> Wanted | None:
+    def store_of(self, weight: Tensor, channels: int = 0) -> Wanted | None:
+        """For a layer's input. `channels`: how many a convolution has there, of which in groups a filter sees fewer."""
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        return Wanted(self.store, seed_of(self.method.seed, self.calls, rank()), self.firm)
+        store = self.grouped if channels > weight.shape[1] else self.store
+        return Wanted(store, seed_of(self.method.seed, self.calls, rank()), self.firm)
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

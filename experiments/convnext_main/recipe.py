@@ -37,6 +37,7 @@ RECIPE = Recipe(
         Arm("SBP", "sbp(keep=0.5)"),
         Arm("SBP, scaled", "sbp(keep=0.5, scale=True)"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
+        Arm("DropIT, keep 0.1, where nobody else holds it", "dropit(keep=0.1, activation_bits=4)"),
         Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),
     ),
     seeds=(0, 1, 2, 3, 4),
