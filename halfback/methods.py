@@ -117,8 +117,8 @@ class SBP(Method):
     grid       the shape in which positions lie, where it cannot be found, as (14, 14)
     always     how many leading tokens (class, register) are always kept; None: found from the model
     masks      "shared" by all layers; "independent" and "disjoint" are for experiments
-    scale      what a kept position passes back to others, through attention or a convolution, counts for the dropped ones too, so that
-               it is right in the mean; False: as in the paper, it is that much smaller
+    scale      what a kept position passes back to others, through attention or a depthwise convolution, counts for the dropped ones
+               too, so that it is right in the mean; False: as in the paper, it is that much smaller
     opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
     seed       of the masks
     schedule   keep over the training, for who follows it (hb.follow_): points (share of the training, keep) with straight lines between
@@ -148,6 +148,10 @@ class SBP(Method):
         _one_of("SBP", "masks", self.masks, MASKS)
         if not isinstance(self.scale, bool):
             raise ValueError(f"SBP(): scale={self.scale!r} must be True or False.")
+        if self.scale and self.attention == "heads":
+            raise ValueError(
+                'SBP(): scale=True counts positions, of which attention="heads" keeps all. Use another attention, or leave it out.'
+            )
         object.__setattr__(self, "opaque", (self.opaque,) if isinstance(self.opaque, str) else tuple(self.opaque))
         if self.grid is not None:
             object.__setattr__(self, "grid", tuple(self.grid))

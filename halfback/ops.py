@@ -18,10 +18,10 @@ from .attention import attend, multi_head
 from .notes import note
 from .streams import (
     BRANCH,
-    MIXED,
     TABLE,
     TRUNK,
     WHOLE,
+    OwnPath,
     Streams,
     absent,
     asked,
@@ -83,10 +83,10 @@ def _parts(args: Any, like: Streams) -> tuple[Any, Any] | None:
 
 
 def _role(streams: Sequence[Streams], weights: bool = False) -> str:
-    roles = {s.role for s in streams}
-    if WHOLE in roles or roles == {MIXED}:
-        return WHOLE if WHOLE in roles else MIXED
-    return BRANCH if weights or roles != {TRUNK} else TRUNK
+    roles = [s.role for s in streams]
+    if WHOLE in roles:
+        return WHOLE
+    return BRANCH if weights or BRANCH in roles else TRUNK
 
 
 def both(s: Streams, f: Callable, axis: int | None = None, span: int | None = None, outer: int | None = None, role=None) -> Any:
@@ -162,11 +162,9 @@ def _whole_join(x: Any, y: Any) -> Streams | None:
 
 def _branch(s: Streams) -> Streams:
     """Rule 2: where trunk and branch meet, the branch's dropped part is a constant."""
-    if s.role not in (BRANCH, MIXED):
+    if s.role != BRANCH:
         return s
     note(s.site.owner, s.site.block, "cut", "")
-    if s.role == MIXED:
-        s = s.weighed()
     kept, dropped = s.taken_apart()
     return s.like(kept, None if dropped is None else dropped.detach())
 
@@ -518,14 +516,21 @@ def convolution(name, func, args, kwargs):
         return both(x, lambda part: seen(F.conv1d)(part, weight.flatten(2), bias, groups=groups), role=role)
     if on_grid and flat and solid and groups == 1 and kernel == stride == x.at.factor:
         return _patches(x, weight, bias, role)
-    whole = func(merge(x), weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
+    merged = merge(x)
+    whole = func(merged, weight, bias, *args[3:], **{k: v for k, v in kwargs.items() if k != "bias"})
     spatial = tuple(whole.shape[2:])
     at = x.at if spatial == x.at.grid else x.at.coarse
     if not on_grid or at is None or at.grid != spatial:
         note(x.site.owner, x.site.block, "merged", name)
         return whole
     note(x.site.owner, x.site.block, "dense", name)
-    return split(whole, at, 2, n, role if role == WHOLE else MIXED, x.site)
+    depthwise = groups == whole.shape[1] == x.shape[1] and at is x.at and solid and all([k % 2 for k in kernel])
+    if not depthwise or role == WHOLE or x.weight == 1:
+        return split(whole, at, 2, n, role, x.site)
+    middle = weight[(slice(None), slice(None), *[slice(k // 2, k // 2 + 1) for k in kernel])].detach().transpose(0, 1)
+    out = split(OwnPath.apply(whole, merged, middle, 1 / x.weight - 1), at, 2, n, role, x.site).weighed()
+    kept, dropped = out.taken_apart()
+    return out.like(kept, dropped.detach())  # NOTE [weights]
 
 
 def _patches(x: Streams, weight: Tensor, bias: Tensor | None, role: str) -> Streams:

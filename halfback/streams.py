@@ -16,11 +16,11 @@ NOTE [five rules]
 
 NOTE [weights]
 Of n positions k are kept, and a kept one stands for n / k of them; one that is always kept, for itself. With `scale`, what a kept
-position passes back to others (through attention's keys and values, through a convolution) counts that often: so those gradients are
-right in the mean over masks. What it passes back to itself is exact as it is, and must not be scaled: kept positions are the same in all
-layers, and factors would pile up. So gradients are weighed behind attention, and for its queries unweighed (attention.py); and where a
-branch joins the trunk all of which went through a convolution (ops.py), of which little goes back to the same position. A branch that has
-a way around it too (a gate, a sum) is left unscaled.
+position passes back to others (through attention's keys and values, through a depthwise convolution) counts that often: so those gradients
+are right in the mean over masks. What it passes back to itself is exact as it is, and must not be scaled: kept positions are the same in
+all layers, and factors would pile up. So gradients are weighed where attention or the convolution ends, which also cuts dropped positions
+there, and unweighed for queries (attention.py) and for the middle of the kernel (ops.py). Other convolutions are left as they are: of
+a full one the middle would cost a layer of its own.
 
 NOTE [again]
 Behind the attention of a block, dropped positions are computed for the forward alone: their branches are cut. So when a recomputed block
@@ -59,9 +59,7 @@ from torch.utils import _pytree as pytree
 from .notes import constant, note
 from .positions import Positions
 
-TRUNK, BRANCH = "trunk", "branch"
-MIXED = "mixed"  # a branch all of which went through a convolution: NOTE [weights]
-WHOLE = "whole"  # a branch that is approximated already, and not cut again
+TRUNK, BRANCH, WHOLE = "trunk", "branch", "whole"  # WHOLE: a branch that is approximated already, and not cut again
 
 
 @dataclass(frozen=True)
@@ -243,19 +241,36 @@ class Merge(torch.autograd.Function):
 
 
 class Weigh(torch.autograd.Function):
-    """x, whose gradient is multiplied by `weight` along `dim`, but for the first `ones` there."""
+    """x, whose gradient is multiplied by `weight` along `dim`, but for the first `ones` there, of each of `outer` sequences."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: float, ones: int, dim: int):
-        ctx.weight, ctx.ones, ctx.dim = weight, ones, dim
+    def forward(ctx, x: Tensor, weight: float, ones: int, dim: int, outer: int):
+        ctx.settings = weight, ones, dim, outer
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        weighed = grad * ctx.weight
-        if ctx.ones:
-            weighed.narrow(ctx.dim, 0, ctx.ones).copy_(grad.narrow(ctx.dim, 0, ctx.ones))
-        return weighed, None, None, None
+        weight, ones, dim, outer = ctx.settings
+        weighed = grad * weight
+        if ones:
+            for to, of in zip(weighed.tensor_split(outer, dim), grad.tensor_split(outer, dim), strict=True):
+                to.narrow(dim, 0, ones).copy_(of.narrow(dim, 0, ones))
+        return weighed, None, None, None, None
+
+
+class OwnPath(torch.autograd.Function):
+    """y, a depthwise convolution of x: what goes back to the same position, through the kernel's middle, and `factor` times it."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, x: Tensor, middle: Tensor, factor: float):
+        ctx.save_for_backward(middle)
+        ctx.factor = factor
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (middle,) = ctx.saved_tensors
+        return grad, grad * (ctx.factor * middle), None, None
 
 
 def split_parts(x: Tensor, at: Positions, dim: int) -> tuple[Tensor, Tensor]:
@@ -317,14 +332,19 @@ class Streams:
             self.rest,
         )
 
-    def weighed(self, inverse: bool = False) -> Streams:
-        """The same, whose kept positions count in the backward for dropped ones too: NOTE [weights]."""
+    @property
+    def weight(self) -> float:
+        """How many positions a kept one stands for: NOTE [weights]."""
         at = self.at
-        if not self.site.scale or self.outer != 1 or at.k in (at.n, at.always):
+        return (at.n - at.always) / (at.k - at.always) if self.site.scale and at.k > at.always else 1.0
+
+    def weighed(self, inverse: bool = False) -> Streams:
+        """The same, whose kept positions count that often in the backward."""
+        if self.weight == 1:
             return self
         kept, dropped = self.taken_apart()
-        weight = (at.n - at.always) / (at.k - at.always)
-        return self.like(Weigh.apply(kept, 1 / weight if inverse else weight, at.always, self.axis), dropped)
+        weight = 1 / self.weight if inverse else self.weight
+        return self.like(Weigh.apply(kept, weight, self.at.always, self.axis, self.outer), dropped)
 
     def entering(self, site: Site) -> Streams:
         """The same contents as the trunk of another block (rule 2)."""

@@ -108,9 +108,12 @@ def llama_block(block: nn.Module, x: Tensor, cut: Cut, mode: str, rope: tuple[Te
 
 
 def convnext_block(block: nn.Module, x: Tensor, keep: Tensor, weight: float = 1.0) -> Tensor:
-    """keep: (H, W) bool. Dropped outputs of the convolution get no gradient, nor does the branch; kept ones count `weight` times."""
+    """keep: (H, W) bool. Dropped outputs of the convolution get no gradient, nor does the branch. Kept ones count `weight` times, but for
+    what goes back through the kernel's middle to the same position."""
     y = block.dwconv(x)
+    own = x * block.dwconv.weight[:, :, 3:4, 3:4].detach().squeeze(1)
+    y = weighed(y, weight) + (1 - weight) * (own - own.detach())
     y = torch.where(keep, y, y.detach()).permute(0, 2, 3, 1)
     y = block.pwconv2(block.act(block.pwconv1(block.layernorm(y)))) * block.layer_scale_parameter
     y = y.permute(0, 3, 1, 2)
-    return x + torch.where(keep, weighed(y, weight), y.detach())
+    return x + torch.where(keep, y, y.detach())
