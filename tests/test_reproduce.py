@@ -386,6 +386,12 @@ def test_into_writes_elsewhere_and_skips_what_is_here(here):
     assert "6 runs, 6 done" in ran(into=here / "away")[1]
 
 
+def test_into_a_new_folder_where_all_is_done_here(here):
+    ran()
+    assert ran(into=here / "away")[0] == 0
+    assert json.loads((here / "away/claim/results.json").read_text())["runs"] == {"done": 6, "of": 6}
+
+
 def test_progress_tells_epochs_and_the_time_to_go(here, monkeypatch):
     write_recipe(here, epochs=4)
     monkeypatch.setenv("FAKE_SECONDS", "0.2")

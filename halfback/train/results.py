@@ -112,6 +112,7 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
         raise ValueError(f"{folders[0]} has no runs yet: halfback reproduce {name_of(path)} trains them.")
     results = results_of(recipe, name_of(path), done, times_of(recipe, folders))
     results["verdict"] = _verdict(recipe, results, path)
+    folders[-1].parent.mkdir(parents=True, exist_ok=True)  # what is done may all lie beside the recipe
     write_json(folders[-1].parent / "results.json", results)
     shown = judged(results)
     if shown["arms"]:
