@@ -153,7 +153,7 @@ class Watch:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        store = self.grouped if channels > weight.shape[1] else self.store
+        store = self.grouped if channels and channels > weight.shape[1] else self.store
         return Wanted(store, seed_of(self.method.seed, self.calls, rank()), self.firm)
 
     def draws(self) -> bool:

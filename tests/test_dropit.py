@@ -555,6 +555,26 @@ class Normed(nn.Module):
         return self.conv2(self.read)
 
 
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return F.linear(self.first(x), self.weight)
+
+
+def test_a_weight_with_one_axis():
+    torch.manual_seed(0)
+    model, x = Scores(), torch.randn(64, 6)
+    plain = model(x)
+    hb.apply_(model, hb.DropIT(0.2))
+    out = model(x)
+    assert torch.equal(out, plain)
+    out.sum().backward()
+    assert model.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_filter_of_a_depthwise_convolution_learns(compiled):

@@ -214,6 +214,14 @@ def test_scaled_what_goes_back_to_other_positions_is_right_in_the_mean_over_mask
         assert not torch.allclose(unscaled[key][part], exact[key][part], rtol=0.2), key
 
 
+@pytest.mark.parametrize(
+    ("given", "says"), [({"scale": 2}, "scale=2 must be True"), ({"scale": True, "attention": "heads"}, "counts positions")]
+)
+def test_a_scale_that_cannot_be_is_told(given, says):
+    with pytest.raises(ValueError, match=says):
+        hb.SBP(**given)
+
+
 @pytest.mark.parametrize("more", ["", "+lean", "+recompute"])
 @pytest.mark.parametrize("name", ["vit", "llama", "convnext"])
 def test_scaling_holds_nothing(name, more):
