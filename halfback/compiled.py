@@ -183,9 +183,9 @@ class Marking(TorchFunctionMode):
         if self.watch.draws() or not self.watch.wants(args[1]):
             return None
         x, weight, bias = cast(args[0]), cast(args[1]), cast(args[2] if len(args) > 2 else kwargs.get("bias"))
-        grouped = name != "linear" and x.ndim == weight.ndim and x.shape[1] > weight.shape[1]
-        store, seed = self.watch.grouped if grouped else self.watch.store, self.watch.method.seed
-        if store.bytes(Layout.of(x), -1 if name == "linear" else 1) >= x.nbytes:
+        axis = -1 if name == "linear" else 1
+        store, seed = self.watch.store_for(x, weight, axis), self.watch.method.seed
+        if store.bytes(Layout.of(x), axis) >= x.nbytes:
             return None
         if name == "linear":
             return StoredLinear.apply(x, weight, bias, store, seed)

@@ -386,7 +386,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if state is not None and _is_cast(x, state[1]):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
         args = (*args[:first], x, *args[first + 1 :])
-    plan = ledger.within.store_of(weight, x.shape[1] if axis == 1 and x.ndim == weight.ndim else 0)
+    plan = ledger.within.store_of(x, weight, axis)
     if plan is not None and isinstance(plan.store, Rows) and axis == -1 and func is F.linear:
         return rows_linear(ledger, x, plan, *args[1:], **kwargs)
     out, saved = ledger.watch(func, args, kwargs)

@@ -148,13 +148,15 @@ class Watch:
             name = self.names.get(id(parameter), (None, ""))[1]
         return name
 
-    def store_of(self, weight: Tensor, channels: int = 0) -> Wanted | None:
-        """For a layer's input. `channels`: how many a convolution has there, of which in groups a filter sees fewer."""
+    def store_for(self, x: Tensor, weight: Tensor, axis: int) -> Any:
+        """How x is held. `axis` is 1 for a convolution, whose filters see fewer channels than x has where it is grouped."""
+        return self.grouped if axis == 1 and x.shape[1 - weight.ndim] > weight.shape[1] else self.store
+
+    def store_of(self, x: Tensor, weight: Tensor, axis: int) -> Wanted | None:
         if self.store is None or not self.on or not weight.requires_grad or self.name_of(weight) not in self.chosen:
             return None
         self.calls += 1
-        store = self.grouped if channels and channels > weight.shape[1] else self.store
-        return Wanted(store, seed_of(self.method.seed, self.calls, rank()), self.firm)
+        return Wanted(self.store_for(x, weight, axis), seed_of(self.method.seed, self.calls, rank()), self.firm)
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""

@@ -9,9 +9,9 @@ CONVNEXT = {"model": "convnext", "lr": 2e-3, "channels_last": True}
 def arms() -> tuple[Arm, ...]:
     """Weight decay shrinks weights by lr * decay a step: at the ViT's rate 0.05 forgets over 200 epochs, 0.5 over 20."""
     vit = [Arm("ViT-S/4, half mixed", "exact", MIXED, group="ViT-S/4")]
-    for rate in (5e-4, 3e-4, 2e-4):
-        changes = {**MIXED, "weight_decay": 0.5, "lr": rate}
-        vit.append(Arm(f"ViT-S/4, half mixed, decay 0.5, rate {rate:.0e}".replace("e-0", "e-"), "exact", changes, group="ViT-S/4"))
+    for rate in ("5e-4", "3e-4", "2e-4"):
+        changes = {**MIXED, "weight_decay": 0.5, "lr": float(rate)}
+        vit.append(Arm(f"ViT-S/4, half mixed, decay 0.5, rate {rate}", "exact", changes, group="ViT-S/4"))
     first = "ConvNeXt, half mixed"
     convnext = [
         Arm(first, "exact", {**CONVNEXT, **MIXED}, group="ConvNeXt", against=first),

@@ -18,7 +18,7 @@ def arms() -> tuple[Arm, ...]:
         changes = {"model": model}
         found.append(Arm(f"exact, {pool}", "exact", changes, group=pool))
         for name, method in METHODS.items():
-            if (name == "SBP") == (pool == "average"):
+            if (name == "SBP") == (pool == "average"):  # alone there; with a class token beside what is exact
                 found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=f"exact, {pool}"))
     return tuple(found)
 
