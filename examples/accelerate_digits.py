@@ -4,6 +4,8 @@ python examples/accelerate_digits.py                                            
 ACCELERATE_MIXED_PRECISION=bf16 torchrun --nproc-per-node 2 examples/accelerate_digits.py   the same, with DDP and autocast
 """
 
+import gc
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -52,4 +54,5 @@ if __name__ == "__main__":
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     (first, ours), (second, theirs) = train(accelerator, "before"), train(accelerator, "after")
     assert first == second and all(map(torch.equal, ours, theirs)), "the order does not matter"
+    gc.collect()  # DDP's reducers: if one of them is the last to hold the process group, its threads may outlive Python, and abort
     accelerator.end_training()

@@ -17,6 +17,7 @@ import halfback as hb
 from halfback import positions, watch
 from halfback.train import checkpoint, record, sharded
 from halfback.train.loop import Training, _tensors, train
+from halfback.train.pieces import World
 from halfback.train.settings import Settings
 
 SBP = "sbp(layers='all', sampler='random'"
@@ -224,17 +225,16 @@ def trainings(rank, folder):
 
 
 def main():
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    gradients("vit", rank, world)
-    draws_differ_by_rank(rank, world)
-    accumulation(rank, world)
-    low_precision(rank, world)
-    turns_exact(rank, world)
-    ties_stay(rank)
-    trainings(rank, Path(os.environ["FOLDER"]))
-    dist.barrier()
-    dist.destroy_process_group()
+    with World().joined("cpu"):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        gradients("vit", rank, world)
+        draws_differ_by_rank(rank, world)
+        accumulation(rank, world)
+        low_precision(rank, world)
+        turns_exact(rank, world)
+        ties_stay(rank)
+        trainings(rank, Path(os.environ["FOLDER"]))
+        dist.barrier()
     if rank == 0:
         print("several ok")
     sys.stdout.flush()

@@ -40,6 +40,35 @@ def test_two_processes_with_ddp_and_fsdp_have_the_gradients_and_the_trainings_of
     assert all(torch.allclose(alone[k], other[k], atol=1e-5) for other in (one, ddp) for k in alone)
 
 
+THREADS = """
+import atexit, os
+from pathlib import Path
+
+def running():
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+atexit.register(lambda: running() and os._exit(3))  # the first to be registered is the last that is called
+import torch
+from halfback.train.pieces import World
+
+with World().joined("cpu"):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(2, 2)).sum().backward()
+    model.itself = [model]  # until what is no longer reached is looked for
+    assert running()
+del model
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
+def test_threads_of_a_process_group_end_before_python_does(tmp_path):
+    (tmp_path / "threads.py").write_text(THREADS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "threads.py")]
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def test_parts_of_a_test_set_have_one_length(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     for n in (1, 6, 7, 8):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import gc
 import importlib
 import math
 import os
@@ -83,9 +85,16 @@ def loss_from(scores: Tensor, y: Tensor, smoothing: float = 0.0, reduction: str 
     return F.cross_entropy(scores, y, label_smoothing=smoothing, reduction=reduction)
 
 
-# Groups that are destroyed, held until Python ends. If DDP's reducer were the last to hold one, it would wait for gloo's thread with
-# Python's lock in its hands, and gloo's thread for that lock.
+# Groups that are destroyed, held until the program ends. Whoever lets go of one last waits for gloo's threads, and those may wait for
+# Python's lock, to free a tensor: DDP's reducer keeps the lock, and both wait for ever; a thread that is left to itself asks for the lock
+# when Python is gone, which aborts the process. Only a name in Python lets go of the lock first.
 _GROUPS: list[Any] = []
+
+
+@atexit.register
+def _let_go() -> None:
+    gc.collect()  # DDP's reducers
+    _GROUPS.clear()
 
 
 class World:
