@@ -101,6 +101,8 @@ class Marking(TorchFunctionMode):
             with self:
                 return dispatch(_name(func), func, args, kwargs)
         name = _name(func)
+        if name == "unflatten":  # the method is one of Python's, which cannot be traced here
+            func = torch.unflatten
         if name in ("add_", "__iadd__", "sub_", "mul_", "__isub__", "__imul__"):  # it is what the norm made no more
             self.normed = [t for t in self.normed if t is not args[0]]
         if name == "multi_head_attention_forward":  # inside which a mode is off

@@ -14,6 +14,7 @@ gradient of the loss: in fp16 a loss scale then reaches them before they are rou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .attention import cast
+from .blocks import find_blocks
 from .hooks import Standin
-from .notes import listen, note
+from .notes import constant, listen, log, note
 from .streams import Through
 
 LEAST = 4096  # outputs that make a layer worth it
@@ -43,6 +45,43 @@ def find_heads(model: nn.Module, blocks: Sequence[str]) -> list[str]:
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear) and not name.startswith(inside) and m.out_features >= max(LEAST, 2 * m.in_features)
     ]
+
+
+def bodies(model: nn.Module, heads: Sequence[str]) -> list[str]:
+    """The largest modules that run blocks and no head: what can be compiled beside a loss in parts."""
+    inner = [name for name, _ in find_blocks(model)] or [name for name, _ in model.named_parameters()]
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module) -> None:
+        inside = f"{name}." if name else ""
+        if not any(i == name or i.startswith(inside) for i in inner) or name in heads:
+            return
+        if type(module).forward is nn.Module.forward or any(h.startswith(inside) for h in heads):  # a list; or a head is in it
+            for key, child in module.named_children():
+                look(inside + key, child)
+        else:
+            found.append(name)
+
+    look("", model)
+    return found
+
+
+def compile_(model: nn.Module, **options: Any) -> Any:
+    """torch.compile, what calls it. Where the loss is computed in parts, of all that comes before that: the model stays as it is then."""
+    heads = [name for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), Spared)]
+    if not heads:
+        return torch.compile(model, **options)
+    for name in bodies(model, heads):
+        model.get_submodule(name).compile(**options)
+    return model
+
+
+@constant
+def _warn(owner: str, name: str, instead: str) -> bool:
+    """A compiled graph calls this once, when it is traced."""
+    note(owner, name, "compiled", f"all scores are computed. Compile what comes before: {instead}")
+    log.warning("halfback: ChunkedLoss does nothing while %s is compiled. Compile what comes before it: %s", name, instead)
+    return True
 
 
 def rows_of_a_part(classes: int) -> int:
@@ -202,6 +241,11 @@ class Scores(Tensor):
                     "halfback: scores (logits) are asked for that ChunkedLoss never computed, and the weights they come from have changed "
                     "since. Ask for them before optimizer.step(), or leave ChunkedLoss out."
                 )
+            if t.numel() and not t.untyped_storage().nbytes():
+                raise RuntimeError(
+                    "halfback: the weights of the last layer are gone when the loss is computed, which ChunkedLoss needs them for: FSDP "
+                    "freed them. Shard the layer with the whole model, or with reshard_after_forward=False."
+                )
 
     def whole(self) -> Tensor:
         """The scores themselves."""
@@ -323,21 +367,22 @@ class Spared(Standin):
     """The forward of a last layer, which returns `Scores`. A mode sees the layer's own code, and is on for no longer than that: it would
     be called for every function of the model."""
 
-    def __init__(self, module: nn.Module, name: str, report: Any, own: Any = None):
+    def __init__(self, module: nn.Module, name: str, report: Any, before: Sequence[str], own: Any = None):
         super().__init__(module, own)
         self.name, self.report = name, report
+        calls = [re.sub(r"\.(\d+)", r"[\1]", f"model.{b}.compile()") for b in before]
+        self.instead = ", ".join(calls if len(calls) < 4 else [*calls[:2], "..."])  # of compiling the model
+        self.owner = listen(report)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_owner"}
-
-    @property
-    def owner(self) -> str:
-        if "_owner" not in self.__dict__:
-            self._owner = listen(self.report)
-        return self._owner
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.owner = listen(self.report)
 
     def __call__(self, *args, **kwargs):
-        if self.idle() or torch.compiler.is_compiling():
+        if self.idle():
+            return self.plain(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _warn(self.owner, self.name, self.instead)
             return self.plain(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func
             return self.plain(*args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from . import blocks as finding
-from .heads import LEAST, Spared, find_heads
+from .heads import LEAST, Spared, bodies, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State, restore_setting
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
@@ -185,7 +185,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         if not isinstance(block.__dict__.get("forward"), Standin):
             block.forward = Known(block, block.__dict__.get("forward"))
     for name in heads:
-        modules[name].forward = Spared(modules[name], name, report, modules[name].__dict__.get("forward"))
+        modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), modules[name].__dict__.get("forward"))
     object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
 

@@ -181,10 +181,8 @@ class Watched(Standin):
 
     def __call__(self, *args, **kwargs):
         watch = self.watch
-        if self.idle() or (watch.ledger is not None and watch.ledger.mine()):
+        if self.idle():
             return self.plain(*args, **kwargs)
-        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-            return self.plain(*args, **kwargs)  # torch.func: per-sample gradients
         if torch.compiler.is_compiling():
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
@@ -193,6 +191,8 @@ class Watched(Standin):
                 note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
             with Marking(watch):
                 return self.plain(*args, **kwargs)
+        if (watch.ledger is not None and watch.ledger.mine()) or torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.plain(*args, **kwargs)  # inside a frame; or torch.func: per-sample gradients
         with watch.open() as ledger:
             out = self.plain(*args, **kwargs)
             if ledger.tell is not None:

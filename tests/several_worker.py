@@ -9,8 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import zoo
+from test_heads import V
+from test_heads import made as made_head
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import halfback as hb
@@ -224,6 +228,36 @@ def trainings(rank, folder):
     train(Settings(**{**simple.to_json(), "parallel": "ddp"}), folder / "ddp", resume=True, say=say)
 
 
+def large_vocabulary(rank, world):
+    """A loss in parts, with DDP and FSDP2."""
+
+    def loss(model, ranks):
+        ids, targets = (torch.randint(0, n, (3 * world, 7), generator=torch.Generator().manual_seed(1)) for n in (50, V))
+        return F.cross_entropy(model(ids[ranks]).flatten(0, 1), targets[ranks].flatten())
+
+    plain, *_ = made_head(torch.float32)
+    loss(plain, slice(None)).backward()
+    mine = slice(3 * rank, 3 * rank + 3)
+    for text in ("chunkedloss", "lean+chunkedloss"):
+        for how in ("ddp", "root", "kept", "freed"):
+            model, *_ = made_head(torch.float32)
+            hb.apply_(model, *hb.parse(text))
+            if how in ("kept", "freed"):
+                fully_shard(model.head, reshard_after_forward=how == "freed")
+            run = DDP(model) if how == "ddp" else fully_shard(model)
+            if how == "freed":
+                try:
+                    loss(run, mine)
+                except RuntimeError as e:
+                    assert "Shard the layer with the whole model" in str(e)
+                    continue
+                raise AssertionError("weights that are gone were used")
+            loss(run, mine).backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                assert torch.allclose(grad, q.grad, atol=1e-6) and grad.abs().max() > 0, (text, how, name)
+
+
 def main():
     with World().joined("cpu"):
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -232,6 +266,7 @@ def main():
         accumulation(rank, world)
         low_precision(rank, world)
         turns_exact(rank, world)
+        large_vocabulary(rank, world)
         ties_stay(rank)
         trainings(rank, Path(os.environ["FOLDER"]))
         dist.barrier()

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from functorch.compile import make_boxed_func
 from test_heads import made
@@ -377,3 +378,25 @@ def test_under_autocast_a_compiled_model_has_plains_scores_and_the_methods_gradi
     scores, found = under_autocast(torch.compile(model, fullgraph=True, backend="aot_eager"), model, batch)
     torch.testing.assert_close(scores, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
     assert (found - truth).norm() < 0.05 * truth.norm()
+
+
+class Unflattens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("text", ["lean", "dropit(keep=0.2)", "sbp(keep=0.5)+lean", "lean+recompute(sparing=True)"])
+def test_a_method_that_torch_wrote_in_python_compiles(text):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Unflattens() for _ in range(3)))
+    hb.apply_(model, *hb.parse(text))
+    fast, x = copy.deepcopy(model), torch.randn(2, 8, 16)
+    model(x).sum().backward()
+    torch.compile(fast, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

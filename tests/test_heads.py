@@ -344,6 +344,86 @@ def test_a_transformers_model_with_tied_weights_holds_no_scores(others, few_rows
     assert furthest(gradients(model, model(**batch).loss), wanted) < 1e-4
 
 
+class Two(nn.Module):
+    """A head inside of one part, and blocks in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(*(Block() for _ in range(3)))
+        self.decoder = Small()
+
+    def forward(self, x, ids):
+        return self.decoder(ids) + self.encoder(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [(lambda: gpt2()[0], ["transformer"]), (Small, ["blocks.0", "blocks.1"]), (Two, ["encoder", "decoder.blocks.0", "decoder.blocks.1"])],
+)
+def test_what_comes_before_a_head_is_found(model, wanted):
+    model = model()
+    hb.apply_(model, hb.ChunkedLoss())
+    head = next(name for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), heads.Spared))
+    assert heads.bodies(model, [head]) == wanted and heads.bodies(model, []) == [""]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        "",
+        "+lean",
+        "+lean+recompute(sparing=True)",
+        "+sbp(keep=0.5)+lean",
+        "+sbp(keep=0.5)+lean+recompute(layers='first 1/3', sparing=True)",
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+def test_with_a_compiled_body_losses_and_gradients_are_those_of_eager_mode(others, few_rows):
+    torch._dynamo.reset()
+    model, batch = gpt2(torch.float64)
+    report = hb.apply_(model, *hb.parse(f"chunkedloss{others}"))
+    fast = copy.deepcopy(model)
+    assert heads.compile_(fast, backend="aot_eager", fullgraph=True) is fast
+    for _ in range(2):
+        loss = model(**batch).loss
+        own = fast(**batch).loss
+        assert torch.allclose(own, loss, rtol=1e-12)
+        assert furthest(gradients(fast, own), gradients(model, loss)) < 1e-10
+    held = (hb.held(m, lambda m=m: m(**batch).loss) for m in (fast, model))
+    assert next(held) < 1.05 * next(held), "no scores are held, and as little else"
+    assert [what for kind, what in report.notes if kind == "loss in parts"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_head_computes_all_scores_and_says_what_to_do(few_rows, caplog):
+    torch._dynamo.reset()
+    model, batch = gpt2()
+    wanted = gradients(model, model(**batch).loss)
+    report = hb.apply_(model, hb.ChunkedLoss())
+    fast = torch.compile(model, backend="aot_eager")
+    assert furthest(gradients(model, fast(**batch).loss), wanted) < 1e-4
+    said = "Compile what comes before it: model.transformer.compile()"
+    assert [r for r in caplog.records if r.levelname == "WARNING" and said in r.getMessage()]
+    assert "model.transformer.compile()" in str(report)
+    hb.remove_(model)
+    assert heads.compile_(model, backend="aot_eager") is not model, "without a loss in parts it is torch.compile"
+
+
+@pytest.mark.parametrize("others", ["", "+lean"])
+def test_beside_transformers_own_checkpointing_and_adapters(others, few_rows):
+    peft = pytest.importorskip("peft")
+    model, batch = gpt2()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(model, config).train()
+    wanted = gradients(model, model(**batch).loss)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    report = hb.apply_(model, *hb.parse(f"chunkedloss{others}"))
+    assert furthest(gradients(model, model(**batch).loss), wanted) < 1e-4
+    assert [what for kind, what in report.notes if kind == "loss in parts"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_no_further_from_fp64_than_torch_is(dtype, few_rows):
     truth, batch = gpt2(torch.float64)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import OPTIONS
+from ..heads import compile_
 from ..methods import parse
 from ..rewrite import Report, apply_
 from .measure import GIB, STEPS, floor, measure, measure_cpu, shares
@@ -106,7 +107,7 @@ def compile_first(model: nn.Module, backend: str, turn: Turn, fullgraph: bool, o
 
         return run
 
-    return torch.compile(model, backend=outer, fullgraph=fullgraph, dynamic=False)
+    return compile_(model, backend=outer, fullgraph=fullgraph, dynamic=False)
 
 
 # A step

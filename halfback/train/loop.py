@@ -29,6 +29,7 @@ from .. import memory, planner, rewrite
 from ..compiled import OPTIONS
 from ..course import Course
 from ..extras import install
+from ..heads import compile_
 from ..methods import Recompute, from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
@@ -88,7 +89,7 @@ class Training:
         self.last: dict[str, Any] = {}
         if settings.compile:
             recomputes = settings.exact_tail or any(isinstance(m, Recompute) for m in self.methods)
-            self.run = torch.compile(self.model, options=dict(OPTIONS) if recomputes else None)  # type: ignore[assignment, arg-type]
+            self.run = compile_(self.model, options=dict(OPTIONS) if recomputes else None)
         if self.world.size > 1 and not self.sharded:
             self.run = DistributedDataParallel(self.run)
 
