@@ -45,7 +45,6 @@ from .streams import (
     find,
     merge,
     merge_all,
-    merge_parts,
     split,
     split_parts,
     tell_einops,
@@ -377,7 +376,7 @@ def _restored(tree: Any) -> Any:
     """SkipTokens: what waited comes back, as it left; what was carried along comes back without a gradient."""
     if isinstance(tree, Streams) and tree.site.attention == "skip":
         rest = tree.rest.to(tree.dtype) if absent(tree) else tree.dropped.detach()
-        return merge_parts(tree.kept, rest, tree.at, tree.axis)
+        return merge(tree.like(tree.kept, rest))
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return type(tree)([_restored(x) for x in tree])
     return tree

@@ -400,3 +400,23 @@ def test_a_method_that_torch_wrote_in_python_compiles(text):
     torch.compile(fast, fullgraph=True, backend="aot_eager")(x).sum().backward()
     for p, q in zip(model.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(
+    ("text", "graphs"), [("lean", 1), ("dropit(keep=0.2)", 1), ("lean+recompute(sparing=True)", 1), ("sbp(keep=0.5)+lean", None)]
+)
+def test_blocks_that_are_compiled_one_by_one_have_the_gradients_of_eager_ones(text, graphs):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Unflattens() for _ in range(6)))
+    hb.apply_(model, *hb.parse(text))
+    fast, x = copy.deepcopy(model), torch.randn(2, 8, 16, requires_grad=True)
+    for block in fast:
+        block.compile(fullgraph="sbp" not in text, backend="aot_eager")  # SBP begins and ends between two graphs
+    for _ in range(2):
+        for m in (model, fast):
+            m.zero_grad()
+            m(x).sum().backward()
+        for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    if graphs is not None:  # with SBP each block has its own
+        assert counters["stats"]["unique_graphs"] == graphs
