@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from . import codes, kernels
 from .attention import cast, multi_head
 from .layers import Coded, StoredLinear, code_name
-from .notes import constant
+from .notes import constant, uncompiled
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
 
@@ -95,8 +95,11 @@ class Marking(TorchFunctionMode):
         self.attended: list[Tensor] = []  # what attention gave, and views of it
         self.projected: list[Tensor] = []  # what a layer made of that, and views of it
 
+    @uncompiled
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():  # between two graphs of a model that is not one
+            return func(*args, **kwargs)
         if find(args) is not None or find(tuple(kwargs.values())) is not None:
             with self:
                 return dispatch(_name(func), func, args, kwargs)
@@ -111,13 +114,7 @@ class Marking(TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         if kwargs.get("inplace"):
-            if name not in AGAIN:
-                return func(*args, **kwargs)
-            # What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked.
-            with self:
-                out = func(*args, **{**kwargs, "inplace": False})
-            args[0].copy_(out)
-            return out
+            return self.in_place(func, args, kwargs) if name in AGAIN else func(*args, **kwargs)
         if self.watch.store is not None and self.watch.on:
             out = self.approximate(name, args, kwargs)
             if out is not None:
@@ -128,6 +125,13 @@ class Marking(TorchFunctionMode):
         if name in NORMS:
             self.normed.append(out)
         self.follow(name, args, kwargs, out)
+        return out
+
+    def in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked."""
+        with self:
+            out = func(*args, **{**kwargs, "inplace": False})
+        args[0].copy_(out)
         return out
 
     def joins(self, name: str, args: tuple) -> bool:
@@ -187,7 +191,7 @@ class Marking(TorchFunctionMode):
         x, weight, bias = cast(args[0]), cast(args[1]), cast(args[2] if len(args) > 2 else kwargs.get("bias"))
         axis = -1 if name == "linear" else 1
         store, seed = self.watch.store_for(x, weight, axis), self.watch.method.seed
-        if store.bytes(Layout.of(x), axis) >= x.nbytes:
+        if store.bytes(Layout.of(x), axis) >= x.numel() * x.itemsize:
             return None
         if name == "linear":
             return StoredLinear.apply(x, weight, bias, store, seed)

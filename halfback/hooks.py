@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -203,24 +204,15 @@ class Hook:
         return not (module.training and torch.is_grad_enabled() and self.state.on)
 
 
-_BEFORE: list[bool] = []  # what torch's setting was, for each module around blocks that is being traced
-
-
-def restore_setting() -> None:
-    """After a trace that broke off between the two: put torch's setting back."""
-    if _BEFORE:
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = _BEFORE[0]
-        _BEFORE.clear()
-
-
 @constant
-def _allow(within: bool) -> bool:
-    """At trace time: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering a
-    function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation."""
-    config = torch._dynamo.config
-    if within:
-        _BEFORE.append(config.skip_fwd_side_effects_in_bwd_under_checkpoint)
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = within or _BEFORE.pop()
+def _allow() -> bool:
+    """While a frame is traced: our hooks may run inside a checkpointed region (transformers puts them there), where Dynamo forbids entering
+    a function mode unless this is set. The mode is left again within the region, so nothing is lost in the recomputation. However the
+    trace ends, the setting is put back."""
+    config, tracer = torch._dynamo.config, getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
+    if tracer is not None and not config.skip_fwd_side_effects_in_bwd_under_checkpoint:
+        config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        tracer.output.add_cleanup_hook(lambda: setattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False))
     return True
 
 
@@ -247,8 +239,8 @@ class Around(Hook):
             return None
         if self.within:
             self.state.start()
-        if torch.compiler.is_compiling():
-            _allow(self.within)
+            if torch.compiler.is_compiling():
+                _allow()
         return merge_all(output) if self.whole and contains(output) else None
 
 
@@ -363,7 +355,8 @@ class Leave(Hook):
     def __call__(self, module, args, output):
         if self.idle(module) and not contains(output):
             return None
-        if torch.compiler.is_compiling() and not self.idle(module):
+        modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+        if modes and modes[-1] is ROUTE:  # of a block whose hooks are not all compiled, not always
             ROUTE.__exit__(None, None, None)
         if self.name not in self.state.ends:
             return None
@@ -519,10 +512,7 @@ class Recomputed(Standin):
         if samples > 1:
             return self.in_parts(samples, args, kwargs)
         if torch.compiler.is_compiling():
-            _allow(True)
-            out = checkpoint(self.again, *args, use_reentrant=False, **kwargs)
-            _allow(False)
-            return out
+            _allow()
         return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
 
     def again(self, *args, **kwargs):
@@ -598,10 +588,8 @@ class Recomputed(Standin):
             return forward(again, *others, **kw)
 
         if torch.compiler.is_compiling():
-            _allow(True)
-            out = checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
-            _allow(False)
-            return _settled(out)
+            _allow()
+            return _settled(checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs))
         return self.twice(functools.partial(run, **kwargs), x, (*tensors, *rest))
 
     def twice(self, run: Any, x: Streams, inputs: tuple) -> Any:

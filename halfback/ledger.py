@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from .notes import uncompiled
 from .stores import Layout, is_dense
 
 SMALL = 256  # a layer's input of less than this part of all that was saved before it is not worth an approximation
@@ -528,6 +529,7 @@ class Ledger(TorchFunctionMode):
 
     # The functions
 
+    @uncompiled
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_compiling():  # a compiled function inside an eager model
@@ -629,6 +631,7 @@ class Ledger(TorchFunctionMode):
 
     # The hooks
 
+    @uncompiled
     def pack(self, t: Tensor) -> Any:
         use = None if _is_parameter(t) or _wrapped(t) else self.use(t)
         if use is None or use.value.key in self.known:

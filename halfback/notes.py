@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed
 
 LISTENERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -26,6 +27,14 @@ log.addFilter(lambda record: rank() == 0)  # what one process has to say, all ha
 def constant(f: Callable) -> Callable:
     """torch.compiler.assume_constant_result, which is this mark and imports the compiler: that takes as long as importing torch."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def uncompiled(f: Callable) -> Callable:
+    """torch.compiler.disable, for what autograd calls while a compiled function runs: Dynamo would compile that, and all that it calls."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(f.__code__, dynamo._FrameExecStrategy(skip, skip))
     return f
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from . import blocks as finding
 from .heads import LEAST, Spared, bodies, find_heads
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State, restore_setting
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .watch import Row, Watch, Watched, choose_layers
@@ -311,7 +311,6 @@ def _before(model: nn.Module, first: str) -> list[str]:
 
 def remove_(model: nn.Module) -> None:
     """Undo `apply_` exactly. A model that has nothing applied is left alone."""
-    restore_setting()
     for module in model.modules():
         for hooks, extra in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),

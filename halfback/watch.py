@@ -20,7 +20,7 @@ from .compiled import Marking, marks
 from .hooks import Standin
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
-from .notes import listen, note, rank
+from .notes import constant, listen, note, rank
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,21 @@ class Watch:
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
 
 
+@constant
+def _only_for(layers: str) -> bool:
+    """The graph that is traced serves a module of which these layers are approximated. That a weight is not among the chosen ones, the
+    compiler does not ask again."""
+    return True
+
+
 class Watched(Standin):
     """The forward of a module with a ledger around it."""
 
     def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
         super().__init__(module, own)
         self.watch = watch
+        chosen = {id(p) for p in watch.parameters or ()}
+        self.chosen = " ".join([n for n, p in module.named_parameters() if id(p) in chosen])
 
     def __call__(self, *args, **kwargs):
         watch = self.watch
@@ -186,6 +195,7 @@ class Watched(Standin):
         if torch.compiler.is_compiling():
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
+            _only_for(self.chosen)
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
             if watch.draws():
                 note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")

@@ -267,14 +267,13 @@ def test_merges_are_reported_under_compile_too():
     assert "8x8 positions after 1" in str(report)
 
 
-def test_a_trace_that_fails_leaves_torchs_setting_as_it_was_after_remove():
+def test_a_trace_that_fails_leaves_torchs_setting_as_it_was():
     model, batch = zoo.make("vit", layers=2)
     hb.apply_(model, hb.SBP(0.5, layers="all"))
     handle = model.vit.layers[1].register_forward_hook(lambda m, a, o: print(id(torch._dynamo.graph_break())))
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(model, fullgraph=True, backend="eager")(**batch)
     handle.remove()
-    hb.remove_(model)
     assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is False
 
 
@@ -420,3 +419,94 @@ def test_blocks_that_are_compiled_one_by_one_have_the_gradients_of_eager_ones(te
             torch.testing.assert_close(p.grad, q.grad)
     if graphs is not None:  # with SBP each block has its own
         assert counters["stats"]["unique_graphs"] == graphs
+
+
+class Simple(nn.Module):
+    def __init__(self, breaks=False):
+        super().__init__()
+        self.norm, self.up, self.down, self.breaks = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16), breaks
+
+    def forward(self, x):
+        h = self.up(self.norm(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(torch.relu(h))
+
+
+def parts_against_eager(model, parts, inputs):
+    """Some modules of a model compiled, in place, against the model in eager mode, step by step."""
+    eager = copy.deepcopy(model)
+    for part in parts(model):
+        part.compile(backend="aot_eager")
+    for x in inputs:
+        for m in (model, eager):
+            m.zero_grad()
+            m(x).pow(2).mean().backward()
+        for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+            assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
+
+
+METHODS = ("lean", "dropit(keep=0.2)", "recompute", "lean+recompute(sparing=True)", "sbp(keep=0.5)+lean", "sbp(keep=0.5)+recompute")
+
+
+@pytest.mark.parametrize("parts", [lambda m: m, lambda m: [m]], ids=["blocks", "root"])
+@pytest.mark.parametrize("text", METHODS)
+def test_a_model_that_is_not_one_graph_trains_as_in_eager_mode(text, parts):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Simple(breaks=True) for _ in range(3)))
+    hb.apply_(model, *hb.parse(text))
+    parts_against_eager(model, parts, [torch.randn(2, 12, 16) for _ in range(2)])
+
+
+@pytest.mark.parametrize("text", ["dropit(keep=0.2, layers='all', exact_first=False)", "sbp(keep=0.5)", "sbp(keep=0.5)+lean"])
+def test_compiled_blocks_take_other_lengths_also_beyond_torchs_limit(text):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Simple() for _ in range(4)))
+    hb.apply_(model, *hb.parse(text))
+    parts_against_eager(model, lambda m: m, [torch.randn(2, n, 16) for n in (24, 16, 31, 12, 8, 40)])
+
+
+def test_dropit_on_compiled_blocks_of_other_widths():
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    torch.manual_seed(0)
+    model = ResNet(BasicBlock, [2, 1, 1, 1], num_classes=5).train()
+    hb.apply_(model, hb.DropIT(keep=0.2))
+    for block in (m for m in model.modules() if isinstance(m, BasicBlock)):
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert hb.held(model, lambda: model(torch.randn(2, 3, 32, 32)).sum()) > 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_dropit_on_some_layers_of_compiled_blocks(which):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Simple() for _ in range(3)))
+    plain, x = copy.deepcopy(model), torch.randn(2, 12, 16, requires_grad=True)
+    hb.apply_(model, hb.DropIT(keep=0.1, layers=[f"{which}.*"], exact_first=False))
+    parts_against_eager(model, lambda m: m, [x])
+    plain(x).pow(2).mean().backward()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    far = [n for (n, p), q in pairs if (p.grad - q.grad).norm() > 0.01 * q.grad.norm()]
+    assert far == [f"{which}.up.weight", f"{which}.down.weight"]
+
+
+def test_an_encoder_and_a_decoder_compile_apart():
+    zoo.import_torchvision()
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 100, "dropout_rate": 0.0}
+    model = T5ForConditionalGeneration(T5Config(**sizes, use_cache=False, decoder_start_token_id=0)).train()
+    ids = torch.randint(0, 100, (2, 24))
+    batch = {"input_ids": ids, "labels": ids}
+    hb.apply_(model, hb.SBP(keep=0.5))
+    eager = copy.deepcopy(model)
+    for part in (model.encoder, model.decoder):
+        part.compile(backend="aot_eager", fullgraph=True)
+    for m in (model, eager):
+        m(**batch).loss.backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
