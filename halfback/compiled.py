@@ -177,13 +177,9 @@ class Marking(TorchFunctionMode):
             out = SignedReLU.apply(args[0])
             self.alone.append(out)
             return out
-        if name in ("linear", "conv1d", "conv2d", "conv3d") and len(args) > 1 and (self._firm(args[0]) or _among(args[0], self.alone)):
+        if name in ("linear", "conv1d", "conv2d", "conv3d") and len(args) > 1 and (self.watch.firm or _among(args[0], self.alone)):
             return self.layer(name, args, kwargs)
         return None
-
-    def _firm(self, x: Tensor) -> bool:
-        """What needs no gradient is the input of the first layer."""
-        return self.watch.firm and (x.requires_grad or self.watch.method.layers != "all but first")
 
     def layer(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
         if self.watch.draws() or not self.watch.wants(args[1]):

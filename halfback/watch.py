@@ -107,7 +107,9 @@ class Watch:
         self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0
         usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
-        self.parameters = None if usual else [p for n, p in model.named_parameters() if layer_name(n) in self.chosen]
+        weights = [(layer_name(n) in self.chosen, p) for n, p in model.named_parameters() if p.ndim > 1]
+        self.parameters = None if usual else [p for wanted, p in weights if wanted]  # None: all but `others`
+        self.others = [p for wanted, p in weights if not wanted] if usual and self.chosen else []
         self._reset()
 
     def _reset(self) -> None:
@@ -166,7 +168,9 @@ class Watch:
         """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
         if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
             return False
-        return self.parameters is None or any([weight is p for p in self.parameters])
+        if self.parameters is None:
+            return not any([weight is p for p in self.others])
+        return any([weight is p for p in self.parameters])
 
     def open(self) -> Any:
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
@@ -174,8 +178,8 @@ class Watch:
 
 @constant
 def _only_for(layers: str) -> bool:
-    """The graph that is traced serves a module of which these layers are approximated. That a weight is not among the chosen ones, the
-    compiler does not ask again."""
+    """The graph that is traced serves a module of which these layers are named, as approximated or as not. That a weight is not among
+    them, the compiler does not ask again."""
     return True
 
 
@@ -185,8 +189,8 @@ class Watched(Standin):
     def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
         super().__init__(module, own)
         self.watch = watch
-        chosen = {id(p) for p in watch.parameters or ()}
-        self.chosen = " ".join([n for n, p in module.named_parameters() if id(p) in chosen])
+        named = {id(p) for p in watch.parameters or watch.others}
+        self.named = " ".join([n for n, p in module.named_parameters() if id(p) in named])
 
     def __call__(self, *args, **kwargs):
         watch = self.watch
@@ -195,7 +199,7 @@ class Watched(Standin):
         if torch.compiler.is_compiling():
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
-            _only_for(self.chosen)
+            _only_for(self.named)
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
             if watch.draws():
                 note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
