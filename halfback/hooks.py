@@ -356,7 +356,7 @@ class Leave(Hook):
         if self.idle(module) and not contains(output):
             return None
         modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
-        if modes and modes[-1] is ROUTE:  # of a block whose hooks are not all compiled, not always
+        if modes and modes[-1] is ROUTE:  # not where torch compiled one of this block's hooks and not the other
             ROUTE.__exit__(None, None, None)
         if self.name not in self.state.ends:
             return None

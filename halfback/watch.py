@@ -106,10 +106,11 @@ class Watch:
         self.set_keep(getattr(method, "keep", 1.0))
         self.firm = isinstance(method, DropIT) and not method.exact_first
         self.calls = 0
-        usual = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
+        # Whose weights are meant, for a tracer, which knows no names; or, as that is shorter, whose are not. Weak: FSDP puts parts of them
+        # in their places, and frees them.
+        self.all_but = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
         weights = [(layer_name(n) in self.chosen, p) for n, p in model.named_parameters() if p.ndim > 1]
-        self.parameters = None if usual else [p for wanted, p in weights if wanted]  # None: all but `others`
-        self.others = [p for wanted, p in weights if not wanted] if usual and self.chosen else []
+        self.weights = [weakref.ref(p) for wanted, p in weights if self.chosen and wanted is not self.all_but]
         self._reset()
 
     def _reset(self) -> None:
@@ -118,10 +119,11 @@ class Watch:
         self.names: dict[int, tuple[Any, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**{k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}, "_model": self._model()}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}
+        return {**state, "_model": self._model(), "weights": [p for ref in self.weights if (p := ref()) is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_model": weakref.ref(state["_model"])})
+        self.__dict__.update({**state, "_model": weakref.ref(state["_model"]), "weights": [weakref.ref(p) for p in state["weights"]]})
         self._reset()
 
     def set_keep(self, keep: float) -> None:
@@ -168,9 +170,7 @@ class Watch:
         """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
         if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
             return False
-        if self.parameters is None:
-            return not any([weight is p for p in self.others])
-        return any([weight is p for p in self.parameters])
+        return any([weight is ref() for ref in self.weights]) is not self.all_but
 
     def open(self) -> Any:
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
@@ -189,7 +189,7 @@ class Watched(Standin):
     def __init__(self, module: nn.Module, watch: Watch, own: Any = None):
         super().__init__(module, own)
         self.watch = watch
-        named = {id(p) for p in watch.parameters or watch.others}
+        named = {id(ref()) for ref in watch.weights}
         self.named = " ".join([n for n, p in module.named_parameters() if id(p) in named])
 
     def __call__(self, *args, **kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -635,3 +636,13 @@ def test_exact_first_can_be_turned_off(block, compiled):
     wanted = torch.nn.grad.conv2d_weight(restored, model.conv2.weight.shape, up, padding=1)
     torch.testing.assert_close(paper["conv2.weight"], wanted, rtol=0, atol=1e-10)
     assert (paper["conv2.weight"] - plain["conv2.weight"]).norm() > 1e-3 * plain["conv2.weight"].norm()
+
+
+@pytest.mark.parametrize("layers", ["all but first", ["0", "2"]])
+def test_weights_that_others_replace_are_not_kept(layers):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    hb.apply_(model, hb.DropIT(keep=0.5, layers=layers))
+    for module in (model[0], model[2]):
+        before = weakref.ref(module.weight)
+        module.weight = nn.Parameter(module.weight.detach().clone())  # as FSDP does
+        assert before() is None
