@@ -303,12 +303,12 @@ class Enter(Hook):
             _know_order()
             ROUTE.__enter__()
         if args:
-            return (self.enter(args[0], module), *args[1:]), kwargs
+            return (self.enter(args[0]), *args[1:]), kwargs
         if self.first in kwargs:
-            return args, {**kwargs, self.first: self.enter(kwargs[self.first], module)}
+            return args, {**kwargs, self.first: self.enter(kwargs[self.first])}
         return None
 
-    def enter(self, x: Tensor | Streams, module: nn.Module) -> Any:
+    def enter(self, x: Tensor | Streams) -> Any:
         state = self.state
         if isinstance(x, Streams):
             if len(state.ratios) == 1:
@@ -324,8 +324,7 @@ class Enter(Hook):
         at = state.positions(self.name, source, grid, span > 1)
         if at.k == at.n:
             return x
-        recomputed = torch.compiler.is_compiling() and isinstance(module.__dict__.get("forward"), Recomputed)
-        whole = settle(x) if recomputed else x
+        whole = settle(x) if torch.compiler.is_compiling() and state.report.recomputed else x
         if isinstance(state.method, SkipTokens):
             return self.skip(whole, at, axis, span)
         return split(whole, at, axis, span, TRUNK, state.site(self.name))
@@ -359,7 +358,7 @@ class Leave(Hook):
         if modes and modes[-1] is ROUTE:  # not where torch compiled one of this block's hooks and not the other
             ROUTE.__exit__(None, None, None)
         if self.name not in self.state.ends:
-            return None
+            return _settled(output) if torch.compiler.is_compiling() and contains(output) else None
         if not self.state.open:  # a part of the model was called, without its root
             self.state.finish()
         return merge_all(_restored(output)) if contains(output) else None
@@ -422,7 +421,8 @@ class Settled(torch.autograd.Function):
     """x itself, with its gradient settled.
 
     The gradient of dropped positions is a sum over blocks of elementwise terms. Left to itself, the compiler makes one kernel of all of
-    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold.
+    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold. And what is to
+    be run at the end anyway, other blocks' recomputation among it, it may then run at any time.
     """
 
     @staticmethod
@@ -589,7 +589,7 @@ class Recomputed(Standin):
 
         if torch.compiler.is_compiling():
             _allow()
-            return _settled(checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs))
+            return checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
         return self.twice(functools.partial(run, **kwargs), x, (*tensors, *rest))
 
     def twice(self, run: Any, x: Streams, inputs: tuple) -> Any:
