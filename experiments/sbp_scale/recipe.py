@@ -16,7 +16,7 @@ def arms() -> tuple[Arm, ...]:
         layers = LAYERS.get(net, "")
         said = f"{net}, all layers" if layers else net
         found += [
-            Arm(f"{net}, exact", "exact", changes, group=net),
+            Arm(f"{net}, exact", "exact", changes, group=net, against=f"{net}, exact"),
             Arm(f"{said}, SBP", f"sbp(keep=0.5{layers})", changes, group=net, against=f"{net}, exact"),
             Arm(f"{said}, SBP, scaled", f"sbp(keep=0.5{layers}, scale=True)", changes, group=net, against=f"{net}, exact"),
         ]

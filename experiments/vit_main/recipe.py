@@ -16,10 +16,11 @@ def arms() -> tuple[Arm, ...]:
     found = []
     for pool, model in (("class token", "vit-s4"), ("average", "vit-s4-mean")):
         changes = {"model": model}
-        found.append(Arm(f"exact, {pool}", "exact", changes, group=pool))
+        exact = f"exact, {pool}"
+        found.append(Arm(exact, "exact", changes, group=pool, against=exact))
         for name, method in METHODS.items():
             if (name == "SBP") == (pool == "average"):  # alone there; with a class token beside what is exact
-                found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=f"exact, {pool}"))
+                found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=exact))
     return tuple(found)
 
 
