@@ -358,7 +358,8 @@ class Leave(Hook):
         if modes and modes[-1] is ROUTE:  # not where torch compiled one of this block's hooks and not the other
             ROUTE.__exit__(None, None, None)
         if self.name not in self.state.ends:
-            return _settled(output) if torch.compiler.is_compiling() and contains(output) else None
+            again = isinstance(module.__dict__.get("forward"), Recomputed)  # which does it itself
+            return _settled(output, whole=False) if torch.compiler.is_compiling() and contains(output) and not again else None
         if not self.state.open:  # a part of the model was called, without its root
             self.state.finish()
         return merge_all(_restored(output)) if contains(output) else None
@@ -404,8 +405,8 @@ def _keep_attention():
 
 @torch.library.custom_op("halfback::settle", mutates_args=())
 def settle(x: Tensor) -> Tensor:
-    """x, and in the backward its gradient, computed: the compiler does not look into this, so it moves nothing from one side of it to the
-    other. It would rather compute the whole block before the first of the chosen ones again than hold what enters them."""
+    """x, computed: the compiler does not look into this, so it moves nothing from one side of it to the other. It would rather compute the
+    whole block before the first of the chosen ones again than hold what enters them."""
     return x.clone()
 
 
@@ -414,15 +415,32 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-settle.register_autograd(lambda ctx, grad: settle(grad))
+@torch.library.custom_op("halfback::settle_", mutates_args=("x",))
+def settle_(x: Tensor) -> None:
+    """The same without a copy: for all that the compiler knows, it writes to x."""
+
+
+@settle_.register_fake
+def _(x: Tensor) -> None:
+    pass
+
+
+def _settled_gradient(ctx, grad: Tensor) -> Tensor:
+    grad = grad.clone()  # which is where the compiler writes it anyway
+    settle_(grad)
+    return grad
+
+
+settle.register_autograd(_settled_gradient)
 
 
 class Settled(torch.autograd.Function):
     """x itself, with its gradient settled.
 
-    The gradient of dropped positions is a sum over blocks of elementwise terms. Left to itself, the compiler makes one kernel of all of
-    them, at the end, for which every block's terms have to be alive: of recomputed blocks that is more than all they hold. And what is to
-    be run at the end anyway, other blocks' recomputation among it, it may then run at any time.
+    Left to itself, the compiler makes one kernel of what it can, across blocks: a sum over the gradient that leaves one block and another
+    over the same one in the next. Such a kernel runs where the first of them would, with all that the second needs before it, and while
+    it waits the first block's tensors wait too. Of recomputed blocks that is more than all they hold. It does so as well with the
+    gradient of dropped positions, which is a sum over blocks of elementwise terms, to which each block adds one.
     """
 
     @staticmethod
@@ -431,15 +449,21 @@ class Settled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return settle(grad)
+        return _settled_gradient(ctx, grad)
 
 
-def _settled(tree: Any) -> Any:
-    """What a block returns, with the gradients of dropped positions settled."""
-    if isinstance(tree, Streams) and tree.parts is not None and tree.dropped is not None:
-        return tree.like(tree.kept, Settled.apply(tree.dropped))
+def _settled(tree: Any, whole: bool = True) -> Any:
+    """What a block returns, with its gradients settled, or of Streams those of dropped positions alone."""
+    if isinstance(tree, Streams) and tree.parts is not None:
+        kept, dropped = tree.parts
+        return tree.like(_settled(kept) if whole else kept, _settled(dropped))
+    if isinstance(tree, Streams):
+        grid = _settled(tree.whole) if whole else tree.whole
+        return Streams(None, grid, tree.at, tree.axis, tree.span, tree.outer, tree.role, tree.site, tree.rest)
+    if isinstance(tree, Tensor) and tree.requires_grad:
+        return Settled.apply(tree)
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-        return type(tree)([_settled(x) for x in tree])
+        return type(tree)([_settled(x, whole) for x in tree])
     return tree
 
 
@@ -513,6 +537,7 @@ class Recomputed(Standin):
             return self.in_parts(samples, args, kwargs)
         if torch.compiler.is_compiling():
             _allow()
+            return _settled(checkpoint(self.again, *args, use_reentrant=False, **kwargs))
         return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
 
     def again(self, *args, **kwargs):
@@ -589,7 +614,7 @@ class Recomputed(Standin):
 
         if torch.compiler.is_compiling():
             _allow()
-            return checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs)
+            return _settled(checkpoint(run, *tensors, *rest, use_reentrant=False, context_fn=_keep_attention, **kwargs))
         return self.twice(functools.partial(run, **kwargs), x, (*tensors, *rest))
 
     def twice(self, run: Any, x: Streams, inputs: tuple) -> Any:
