@@ -522,7 +522,7 @@ def merge_all(tree: Any) -> Any:
     """A nest of arguments or results with every Streams merged."""
     if isinstance(tree, Streams):
         return merge(tree)
-    if isinstance(tree, functools.partial):  # of which torch 2.11's compiler cannot tell that it is no dataclass
+    if tree is None or isinstance(tree, functools.partial):  # of which torch 2.11's compiler cannot tell that it is no dataclass
         return tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*[merge_all(x) for x in tree])
@@ -546,7 +546,7 @@ def merge_all(tree: Any) -> Any:
 def contains(tree: Any) -> bool:
     if isinstance(tree, Streams):
         return True
-    if isinstance(tree, functools.partial):
+    if tree is None or isinstance(tree, functools.partial):
         return False
     if isinstance(tree, (list, tuple)):
         return any([contains(x) for x in tree])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -252,6 +253,7 @@ def test_trainings_stand_still_while_something_has_the_gpu_to_itself(tmp_path):
     assert max(times) > ended
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(monkeypatch):
     reuse, real = [], torch._dynamo.lookup_backend("aot_eager")
 
@@ -264,6 +266,18 @@ def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(mon
         torch._dynamo.reset()
         Step(Place("cpu", True, batch=4).spec("small-vit"), Row(text, text, True), PLACE, Turn(None)).warm_up()
     assert reuse == [True, False] and torch._inductor.config.allow_buffer_reuse
+
+
+def test_peaks_are_counted_without_a_gpu_or_it_is_said_what_that_needs():
+    script = Path(__file__).parent.parent / "benchmarks/no_gpu/count.py"
+    command = [sys.executable, str(script), "--model", "small-vit", "--batch", "256", "plain", "recompute"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(script.parent.parent.parent)})
+    if not torch.version.cuda or torch.cuda.is_available():
+        assert done.returncode == 1 and "It needs one built for CUDA, without a GPU." in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    plain, recomputed = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    assert plain == 1 and 0.1 < recomputed < 0.7
 
 
 def test_the_largest_that_fits_is_found():
