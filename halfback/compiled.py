@@ -84,11 +84,12 @@ class StoredConvolution(torch.autograd.Function):
 
 
 class Marking(TorchFunctionMode):
-    """While a model is traced: cheap functions are marked as ones to compute again, and DropIT's layers get their stores."""
+    """While a model is traced: cheap functions are marked as ones to compute again, and DropIT's layers get their stores. What is inside of
+    a checkpoint is computed again anyway, and a mark there would make the compiler hold what the marked function reads."""
 
-    def __init__(self, watch: Any):
+    def __init__(self, watch: Any, checkpointed: bool = False):
         super().__init__()
-        self.watch = watch
+        self.watch, self.checkpointed = watch, checkpointed
         self.marked: set[Tensor] = set()  # outputs of marked functions
         self.normed: list[Tensor] = []  # outputs of norms
         self.alone: list[Tensor] = []  # outputs that nobody needs but the layers that read them
@@ -155,6 +156,8 @@ class Marking(TorchFunctionMode):
     def again(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Run a function, marked. What one marked function makes and another reads would be held, as what stands between two
         checkpointed blocks is: silu(g) for silu(g) * u. Unless they are no neighbours, so views are put in between."""
+        if self.checkpointed:
+            return func(*args, **kwargs)
         args = tuple([a.unsqueeze(0).squeeze(0) if isinstance(a, Tensor) and a in self.marked else a for a in args])
         out = checkpoint(func, *args, use_reentrant=False, **kwargs)
         if out.requires_grad:  # not inside an autograd.Function, where nothing is held, nor may be noted

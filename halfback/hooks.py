@@ -217,6 +217,15 @@ def _allow() -> bool:
 
 
 @constant
+def checkpointed() -> bool:
+    """While a frame is traced: are we inside of what a checkpoint computes again?"""
+    tracer = torch._dynamo.symbolic_convert.tls.current_tx.output.current_tracer
+    while tracer is not None and tracer.source_target is not torch.ops.higher_order.tag_activation_checkpoint:
+        tracer = tracer.parent
+    return tracer is not None
+
+
+@constant
 def _know_order() -> bool:
     """Where the left operand is no Tensor, as Streams, Dynamo exchanges both and calls the reversed method. Of matmul it knows none, and
     called matmul itself: x @ weight became weight @ x."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import layers
 from .blocks import patterns_of
 from .compiled import Marking, marks
-from .hooks import Standin
+from .hooks import Standin, checkpointed
 from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import constant, listen, note, rank
@@ -197,13 +197,16 @@ class Watched(Standin):
         if self.idle():
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
+            again = checkpointed()
+            if again and watch.store is None:  # Lean has nothing to add there
+                return self.plain(*args, **kwargs)
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
             _only_for(self.named)
             note(watch.owner, "the model", "compiled", "the compiler chooses what is held, and computes again what is marked")
             if watch.draws():
                 note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
-            with Marking(watch):
+            with Marking(watch, again):
                 return self.plain(*args, **kwargs)
         if (watch.ledger is not None and watch.ledger.mine()) or torch._C._functorch.peek_interpreter_stack() is not None:
             return self.plain(*args, **kwargs)  # inside a frame; or torch.func: per-sample gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_heads import made
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
 from halfback import hooks
@@ -432,6 +434,32 @@ def test_blocks_that_are_compiled_one_by_one_have_the_gradients_of_eager_ones(te
             torch.testing.assert_close(p.grad, q.grad)
     if graphs is not None:  # with SBP each block has its own, with DropIT the one with the first layer, which stays exact
         assert counters["stats"]["unique_graphs"] == graphs
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def test_lean_holds_nothing_in_blocks_that_are_computed_again():
+    def held(*methods, by=lambda block, x: block(x)):
+        model, x = nn.Sequential(*(Gated() for _ in range(4))), torch.randn(2, 8, 16)
+        hb.apply_(model, *methods)
+        torch._dynamo.reset()
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def loss():
+            return functools.reduce(lambda x, block: by(block, x), model, x).sum()
+
+        return hb.held(model, loss)
+
+    assert held(hb.Lean(), hb.Recompute(sparing=True)) == held(hb.Recompute()) < 0.2 * held(hb.Lean())
+    assert held(hb.Lean(), by=lambda block, x: checkpoint(block, x, use_reentrant=False)) == 4 * 2 * 8 * 16 * 4, "what enters them"
 
 
 class Simple(nn.Module):

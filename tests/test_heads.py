@@ -390,7 +390,7 @@ def test_with_a_compiled_body_losses_and_gradients_are_those_of_eager_mode(other
         assert torch.allclose(own, loss, rtol=1e-12)
         assert furthest(gradients(fast, own), gradients(model, loss)) < 1e-10
     ours, eager = (hb.held(m, lambda m=m: m(**batch).loss) for m in (fast, model))
-    assert ours < 1.5 * eager and ours < 4 * 33 * 5000 * 8, "no scores are held; what else is the compiler's decision"
+    assert ours < 1.05 * eager, "no scores are held, and as little else"
     assert [what for kind, what in report.notes if kind == "loss in parts"]
 
 

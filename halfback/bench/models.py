@@ -143,10 +143,11 @@ def how() -> dict[str, Any]:
     return {"attn_implementation": "causal_sdpa", "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def llama(size: int, layers: int, heads: int, keys: int, width: int, inner: int, words: int) -> nn.Module:
+def llama(size: int, layers: int, heads: int, keys: int, width: int, inner: int, words: int, tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: Any = {"hidden_size": width, "intermediate_size": inner, "vocab_size": words, "max_position_embeddings": size}
+    sizes["tie_word_embeddings"] = tied
     blocks: Any = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": keys}
     return LlamaForCausalLM(LlamaConfig(**sizes, **blocks, **how()))
 
@@ -178,6 +179,7 @@ VIT_L = {"patch": 16, "layers": 24, "heads": 16, "width": 1024}
 SWIN_T = {"depths": (2, 2, 6, 2), "heads": (3, 6, 12, 24), "width": 96, "window": 7}
 GPT2_M = {"layers": 24, "heads": 16, "width": 1024, "words": 50257}
 LLAMA_1B = {"layers": 16, "heads": 32, "keys": 8, "width": 2048, "inner": 8192, "words": 32000}
+SMOLLM2 = {"layers": 30, "heads": 9, "keys": 3, "width": 576, "inner": 1536, "words": 49152, "tied": True}
 TEXT: Any = {"unit": "tokens", "step": 128}
 
 MODELS = {
@@ -190,6 +192,7 @@ MODELS = {
         Spec("convnext-b", "ConvNeXt-B", "convnext", convnext, pictures, 128, 224, CONVNEXT_B),
         Spec("swin-t", "Swin-T", "swin", swin, pictures, 128, 224, SWIN_T),
         Spec("resnet-50", "ResNet-50", "resnet", resnet, pictures, 256, 224, {"depths": (3, 4, 6, 3)}, layout=torch.channels_last),
+        Spec("smollm2", "SmolLM2-135M", "llama", llama, texts(49152), 16, 512, SMOLLM2, **TEXT),
         Spec("gpt2-medium", "GPT-2 medium", "gpt2", gpt2, texts(50257), 16, 1024, GPT2_M, **TEXT),
         Spec(
             "mask-rcnn",
