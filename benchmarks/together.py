@@ -2,7 +2,8 @@
 
     python benchmarks/together.py --out DIR --rows FILE --alone COMMAND --beside COMMAND ...
 
---rows FILE      rows of `halfback bench` that are timed first, again if they were before; a line a row, as: vit-b | sbp + lean
+--rows FILE      rows of `halfback bench` that are timed first, again if they were before; a line a row, as: vit-b | sbp + lean, or with a
+                 method of one's own, as: vit-b | sbp(keep=0.25)+lean
 --alone COMMAND  then this, with the GPU to itself, as "halfback reproduce finetune_sst2 --time"; may be given again, in order
 --beside COMMAND a training that runs beside all that, as "halfback reproduce vit_main --side-by-side 8"; may be given again
 --until FILE     trainings begin when this file is there, as data may still be on its way
@@ -72,6 +73,9 @@ def rows(path: Path, place: Place) -> list[tuple[Any, list[Row]]]:
     for model, methods in wanted.items():
         spec = place.spec(model)
         known = rows_of(spec, "all")
+        names = {r.method for r in known}
+        if own := [m for m in methods if m not in names and "(" in m]:
+            known += [r for r in rows_of(spec, texts=own) if not r.is_plain]
         if missing := set(methods) - {r.method for r in known}:
             raise SystemExit(
                 f"together.py: {path}: {model} has no row {', '.join(sorted(missing))}. `halfback bench --list --set all` has them."

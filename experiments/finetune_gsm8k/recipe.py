@@ -1,5 +1,7 @@
 """Fine-tuning a pretrained decoder: SmolLM2-135M on the text of GSM8K, all of it and with LoRA."""
 
+from typing import Any
+
 from halfback.train import Arm, Recipe, Settings
 
 MODELS = "experiments/finetune/models.py"
@@ -17,6 +19,11 @@ METHODS = {
 def arms() -> tuple[Arm, ...]:
     found = [Arm("exact", "exact", group="all weights"), Arm("accumulation, 4 parts", "exact", {"accumulate": 4}, group="all weights")]
     found += [Arm(name, method, group="all weights") for name, method in METHODS.items()]
+    compiled: dict[str, Any] = {"compile": True}
+    exact = "exact, compiled"
+    found.append(Arm(exact, "exact", compiled, group="compiled", against=exact))
+    lean = "lean+chunkedloss+recompute(layers='first 2/5')"
+    found.append(Arm("Lean, loss in parts, Recompute, compiled", lean, compiled, group="compiled", against=exact))
     lora = {"model": f"{MODELS}:smollm2_lora", "lr": 1e-3}
     found.append(Arm("LoRA", "exact", lora, group="LoRA"))
     found += [
