@@ -389,6 +389,8 @@ class Steady(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, out = kwargs or {}, NotImplemented
+        if func is Tensor.unflatten:  # one of Python's, which cannot be traced here
+            func = torch.unflatten
         if func is F.scaled_dot_product_attention and find(args) is None and find(tuple(kwargs.values())) is None:
             out = steady(*args, **kwargs)
         elif func is F.multi_head_attention_forward and find(args) is None and find(tuple(kwargs.values())) is None:

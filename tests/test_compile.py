@@ -404,7 +404,7 @@ class Unflattens(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("text", ["lean", "dropit(keep=0.2)", "sbp(keep=0.5)+lean", "lean+recompute(sparing=True)"])
+@pytest.mark.parametrize("text", ["lean", "dropit(keep=0.2)", "sbp(keep=0.5)+lean", "recompute", "lean+recompute(sparing=True)"])
 def test_a_method_that_torch_wrote_in_python_compiles(text):
     torch.manual_seed(0)
     model = nn.Sequential(*(Unflattens() for _ in range(3)))
