@@ -97,11 +97,12 @@ def main() -> int:
     parser.add_argument("--alone", action="append", default=[])
     parser.add_argument("--beside", action="append", default=[])
     parser.add_argument("--until", type=Path)
+    parser.add_argument("--batch", type=int, help="of all rows; each model's own unless told")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of a size for tests")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    place = Place(args.device, args.tiny)
+    place = Place(args.device, args.tiny, args.batch)
     work = rows(args.rows, place) if args.rows else []
 
     def say(text: str) -> None:

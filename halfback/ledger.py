@@ -527,6 +527,21 @@ class Ledger(TorchFunctionMode):
         top = _hooks(False)
         return top is not None and getattr(top[0], "__self__", None) is self
 
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Neither functions nor what they save are seen meanwhile."""
+        modes = torch._C._len_torch_function_stack()
+        if not modes or torch._C._get_function_stack_at(modes - 1) is not self or not self.mine():
+            yield
+            return
+        torch._C._pop_torch_function_stack()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, _unpack)
+            torch._C._push_on_torch_function_stack(self)
+
     # The functions
 
     @uncompiled

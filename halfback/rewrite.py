@@ -23,7 +23,7 @@ from .heads import LEAST, Spared, bodies, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
-from .watch import Row, Watch, Watched, choose_layers
+from .watch import Row, Unseen, Watch, Watched, choose_layers
 
 
 @dataclass
@@ -120,7 +120,8 @@ class Report:
             where = _range(stored) or "others hold all inputs"
             lines.append(f"  weight gradients from stores in {len(stored)} of {len(self.approximated)} layers: {where}")
         share = self.after / max(1, self.before)
-        lines.append(f"  held for backward: {_mib(self.before)} -> {_mib(self.after)} ({share:.2f}); report.table() says by whom")
+        beside = " beside what is compiled" if any(kind == "compiled" for kind, _ in self.notes) else ""
+        lines.append(f"  held for backward{beside}: {_mib(self.before)} -> {_mib(self.after)} ({share:.2f}); report.table() says by whom")
         ways: dict[str, list[Row]] = {}
         for row in self.rows:
             ways.setdefault(row.function, []).append(row)
@@ -322,6 +323,8 @@ def remove_(model: nn.Module) -> None:
                     flags.pop(key, None)
         while isinstance(module.__dict__.get("forward"), Standin):
             _take_off(module)
+        if isinstance(module._compiled_call_impl, Unseen):
+            module._compiled_call_impl = module._compiled_call_impl.call
         for standin in getattr(module.__dict__.pop("_halfback", None), "standins", ()):
             standin.gone = True
 

@@ -116,10 +116,11 @@ class Watch:
     def _reset(self) -> None:
         self.owner = listen(self.report)
         self.ledger: Ledger | None = None
+        self.looked = False  # for modules that are compiled
         self.names: dict[int, tuple[Any, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "names", "owner")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "looked", "names", "owner")}
         return {**state, "_model": self._model(), "weights": [p for ref in self.weights if (p := ref()) is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,6 +174,13 @@ class Watch:
         return any([weight is ref() for ref in self.weights]) is not self.all_but
 
     def open(self) -> Any:
+        if not self.looked and self.store is None:  # DropIT's ledger works where a compiled module falls back to eager mode
+            self.looked = True
+            model: Any = self._model()
+            for module in model.modules():
+                call = module._compiled_call_impl
+                if call is not None and not isinstance(call, Unseen):
+                    module._compiled_call_impl = Unseen(call, self)
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
 
 
@@ -181,6 +189,20 @@ def _only_for(layers: str) -> bool:
     """The graph that is traced serves a module of which these layers are named, as approximated or as not. That a weight is not among
     them, the compiler does not ask again."""
     return True
+
+
+class Unseen:
+    """The call of a compiled module in a model that is not. What it holds was settled when it was traced; a frame that is open around it
+    would only be called for each of its kernels."""
+
+    def __init__(self, call: Any, watch: Watch):
+        self.call, self.watch = call, watch
+
+    def __call__(self, *args, **kwargs):
+        if self.watch.ledger is None:
+            return self.call(*args, **kwargs)
+        with self.watch.ledger.away():
+            return self.call(*args, **kwargs)
 
 
 class Watched(Standin):

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import halfback as hb
 from halfback import hooks
 from halfback.bench.models import how
+from halfback.ledger import Ledger
+from halfback.watch import Unseen
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
 STEPS = 20
@@ -460,6 +462,33 @@ def test_lean_holds_nothing_in_blocks_that_are_computed_again():
 
     assert held(hb.Lean(), hb.Recompute(sparing=True)) == held(hb.Recompute()) < 0.2 * held(hb.Lean())
     assert held(hb.Lean(), by=lambda block, x: checkpoint(block, x, use_reentrant=False)) == 4 * 2 * 8 * 16 * 4, "what enters them"
+
+
+def test_a_frame_does_not_see_what_runs_in_compiled_modules(monkeypatch):
+    seen, own = [], Ledger.pack
+    monkeypatch.setattr(Ledger, "pack", lambda self, t: seen.append(t.shape) or own(self, t))
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    model = nn.Sequential(*(Gated() for _ in range(3)), nn.LayerNorm(16))
+    fast, counts = copy.deepcopy(model), []
+    reports = [hb.apply_(m, hb.Lean()) for m in (model, fast)]
+    for block in fast[:3]:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for m in (model, fast, fast):
+        seen.clear()
+        m.zero_grad()
+        m(x).square().sum().backward()
+        counts.append(len(seen))
+    assert counts[0] > 40 and counts[1] == counts[2] <= 5, "what the norm saves"
+    assert ["beside what is compiled" in str(report) for report in reports] == [False, True]
+    assert counters["stats"]["unique_graphs"] == 1
+    for p, q in zip(model.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    hb.remove_(fast)
+    assert not [m for m in fast.modules() if isinstance(m._compiled_call_impl, Unseen)]
+    seen.clear()
+    fast(x).sum().backward()
+    assert not seen
 
 
 class Simple(nn.Module):
