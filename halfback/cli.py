@@ -133,7 +133,7 @@ on an H200 beside what was measured.
 
 time, peak       relative to plain training of the same kind, compiled or eager; compiled time: relative to compiled plain
 floor            the least time that the operations left of it would take
---set promised   the rows of these promises alone; required: of three models what one would use instead, too; all: nine models, all rows
+--set promised   the rows of these promises alone; required: of three models what one would use instead, too; all: ten models, all rows
 --part fits      within 16 to 80 GiB the largest batch with each method and its speed; and the largest image or text at batch 1
 --part growth    time and peak as depth, tokens, batch and keep grow
 """
