@@ -26,11 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .attention import cast
 from .blocks import find_blocks
 from .hooks import Standin
+from .kernels import cross_entropy_
 from .notes import constant, listen, log, note
 from .streams import Through
 
 LEAST = 4096  # outputs that make a layer worth it
-PART = 2**27  # bytes of a part's scores in fp32
+PART = 2**27  # bytes of a part's scores in 16 bits
 ABOUT = {"size", "dim", "numel", "__len__", "is_floating_point", "element_size", "nelement", "ndimension", "is_complex", "__get__"}
 HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 CONTENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that are tensors
@@ -85,7 +86,7 @@ def _warn(owner: str, name: str, instead: str) -> bool:
 
 
 def rows_of_a_part(classes: int) -> int:
-    return max(64, PART // (4 * classes) // 64 * 64)
+    return max(64, PART // (2 * classes) // 64 * 64)
 
 
 # The loss, a part at a time
@@ -100,21 +101,12 @@ class CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=x.device)
         grads = _Gradients(ctx.needs_input_grad, x, weight, bias, wide)
         for i in range(0, len(x), rows):
-            part, wanted = x[i : i + rows], target[i : i + rows]
-            counts = wanted != ignored
-            wanted = torch.where(counts, wanted, 0)[:, None]
-            scores = F.linear(part, weight, bias).to(wide)
-            normal = scores.logsumexp(-1, keepdim=True)
-            loss = normal - scores.gather(1, wanted)
-            if smoothing:
-                loss = (1 - smoothing) * loss + smoothing * (normal - scores.mean(-1, keepdim=True))
-            total += (loss[:, 0] * counts).sum()
+            part = x[i : i + rows]
+            scores = F.linear(part, weight, bias)
+            total += cross_entropy_(scores, target[i : i + rows], ignored, smoothing, grads.any).sum()
             if grads.any:
-                flowing = scores.sub_(normal).exp_()
-                if smoothing:
-                    flowing -= smoothing / flowing.shape[1]
-                flowing.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=wide))
-                grads.add((flowing * counts[:, None]).to(x.dtype), part, i)
+                grads.add(scores, part, i)  # their gradient by now
+            del scores  # before there are others
         ctx.save_for_backward(*grads.found)
         return total
 

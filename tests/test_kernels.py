@@ -129,13 +129,16 @@ def test_the_fused_kernels_are_not_imported_on_a_cpu():
 # The fused kernels
 
 
+CASES = pytest.mark.parametrize("case", ["select", "elementwise", "few_bits", "norms", "cross_entropy"])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits", "norms"])
+@CASES
 def test_fused_equals_reference_on_the_gpu(case):
     globals()[f"compare_{case}"]("cuda")
 
 
-@pytest.mark.parametrize("case", ["select", "elementwise", "few_bits", "norms"])
+@CASES
 def test_fused_equals_reference_in_the_interpreter(case):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -224,12 +227,34 @@ def compare_norms(device):
         assert close(fused.normalise_rows(*uneven), reference.normalise_rows(*uneven))
 
 
+def compare_cross_entropy(device):
+    from halfback.kernels import fused
+
+    for dtype in _rounded(device):
+        for classes in (5, 4096, 5003):
+            scores, target = drawn(6 * classes, dtype).view(6, classes), torch.arange(6) * (classes // 6)
+            scores[0] *= 10
+            scores[1, : classes // 2] = -float("inf")  # its target among them
+            scores[2, :-1] = -float("inf")
+            scores[4, 1] = float("nan")
+            target[5] = -100
+            for smoothing in (0.0, 0.1):
+                for gradient in (True, False):
+                    one, two = (scores.clone().to(device) for _ in range(2))
+                    losses = fused.cross_entropy_(one, target.to(device), -100, smoothing, gradient)
+                    expected = reference.cross_entropy_(two, target.to(device), -100, smoothing, gradient)
+                    near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+                    assert torch.allclose(losses, expected, **near), (dtype, classes, smoothing)
+                    assert torch.allclose(one.float(), two.float(), **{**near, "rtol": 1e-5 if dtype is torch.float32 else 1e-2})
+                    assert equal(one[5].isfinite(), two[5].isfinite()) and gradient is not torch.equal(one[3], scores[3].to(device))
+
+
 def _rounded(device):
     """The dtypes to which fp32 is rounded as torch rounds it. (The interpreter cuts bf16.)"""
     return FLOATS if device == "cuda" else (torch.float16, torch.float32)
 
 
-def compiled(kernel, types, capability, warps=1, **constants):
+def compiled(kernel, types, capability, warps=1, aligned=("n", "m"), **constants):
     """A kernel for a GPU that need not be here: pointers aligned to 16 bytes, sizes multiples of 16, as large tensors have them."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -237,8 +262,8 @@ def compiled(kernel, types, capability, warps=1, **constants):
 
     given = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(given) for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name][0] == "*" or name in ("n", "m")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    sixteen = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name][0] == "*" or name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=sixteen)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
@@ -296,6 +321,30 @@ def test_norms_compile(capability, dtype):
     types = f"*{dtype} *fp32 *fp32 *{dtype} *{dtype} *{dtype} i32 i32 i32 i32 i32 i32 i32"
     for norm in (True, False):
         compiled(fused._rows_out, types, capability, warps=4, NORM=norm, R=2, WIDTH=1024)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_cross_entropy_compiles_with_whole_loads(capability, dtype):
+    fused = pytest.importorskip("halfback.kernels.fused")
+    types = f"*{dtype} *i64 *{dtype} *fp32 i32 i32 fp32"
+    built = compiled(fused._cross_entropy, types, capability, warps=8, aligned=("classes",), SMOOTH=True, GRADIENT=True, TILE=4096)
+    assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_is_torchs_and_its_gradient_autograds(smoothing, monkeypatch):
+    monkeypatch.setattr(reference, "AT_ONCE", 3 * 41)
+    scores = drawn(7 * 41, torch.float64).view(7, 41).requires_grad_()
+    target = torch.arange(7) * 5
+    target[2] = -1
+    wanted = torch.nn.functional.cross_entropy(scores, target, reduction="none", label_smoothing=smoothing, ignore_index=-1)
+    wanted.sum().backward()
+    mine = scores.detach().clone()
+    assert torch.allclose(kernels.cross_entropy_(mine, target, -1, smoothing, False), wanted, rtol=1e-13)
+    assert torch.equal(mine, scores)
+    assert torch.allclose(kernels.cross_entropy_(mine, target, -1, smoothing, True), wanted, rtol=1e-13)
+    assert torch.allclose(mine, scores.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_norms_are_what_torch_makes():

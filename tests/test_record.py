@@ -184,6 +184,13 @@ def test_a_gap_is_no_line_and_one_value_is_a_dot():
     assert "nan" not in drawn and "not known" in chart([], "loss", (("train_loss", "training"),))
 
 
+def test_a_line_goes_on_over_epochs_that_were_not_tested():
+    tested = {e: row(e) if e % 2 else {k: v for k, v in row(e).items() if k not in ("test_loss", "top1", "top5")} for e in range(1, 6)}
+    drawn = chart(list(tested.values()), "accuracy, %", (("top1", "top-1"),))
+    assert drawn.count("<polyline") == 1 and "<circle" not in drawn
+    assert len(re.search(r'points="([^"]*)"', drawn)[1].split()) == 3
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.1, 2.3), (90, 90), (0, 0), (1e-15, 3e-15), (-3, 1e9), (99.91, 99.93)])
 def test_ticks_are_few_and_enclose(low, high):
     ticks = nice(low, high)

@@ -569,6 +569,20 @@ def test_paths_and_places_may_change_when_it_goes_on(tmp_path, files):
     quiet(Settings(**{**s.to_json(), "keep_last": 1, "save_every": 2, "best": False}), tmp_path / "a", resume=True)
 
 
+def test_tests_between_epochs_change_nothing_and_the_last_epoch_is_tested(tmp_path, files, monkeypatch):
+    """Cut in an epoch whose row has no test, too."""
+    quiet(settings(files, epochs=5, ema=0.9), tmp_path / "always")
+    s = settings(files, epochs=5, ema=0.9, test_every=3)
+    cut(s, tmp_path / "seldom", monkeypatch, step=25)
+    quiet(s, tmp_path / "seldom", resume=True)
+    every, seldom = rows_of(tmp_path / "always"), rows_of(tmp_path / "seldom")
+    assert [row["epoch"] for row in seldom if "top1" in row] == [3, 5] and [row["epoch"] for row in seldom] == [1, 2, 3, 4, 5]
+    assert all(few.items() <= all_.items() for few, all_ in zip(seldom, every, strict=True))
+    result = json.loads((tmp_path / "seldom" / "result.json").read_text())
+    assert result["top1"] == every[4]["top1"] and result["best_top1"] == max(every[2]["top1"], every[4]["top1"])
+    assert result["curves"]["top1"] == [None, None, every[2]["top1"], None, every[4]["top1"]]
+
+
 # The same seed, the same training
 
 

@@ -1,6 +1,6 @@
 """The kernels: on CUDA the fused ones (Triton), anywhere else the reference that defines them.
 
-Each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on
+Nearly each is a torch operator, `halfback::select` and so on, so a compiled graph holds it as one node and fake tensors pass through it on
 any device. Those that are elementwise are seen by a compiler as the reference instead: it makes one kernel of them and of what is around
 them, without a pass over the tensor for them alone. Triton is imported by the first call on a CUDA tensor, never before.
 """
@@ -21,8 +21,8 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "copy_rows", "dequantise", "encode", "normalise_channels", "normalise_rows", "pack_bits", "quantise",
-    "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
+    "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "normalise_channels", "normalise_rows", "pack_bits",
+    "quantise", "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
 ]  # fmt: skip
 
 
@@ -50,17 +50,23 @@ def _elementwise(f: Callable) -> Callable:
     return call
 
 
-def _operator(f: Callable) -> Callable:
-    """f as a torch operator, for graphs and fake tensors, whose outputs are the reference's: their shapes depend on no data. Called on real
-    tensors it is f itself, which saves the 50 microseconds that an operator in Python costs."""
+def _there(f: Callable) -> Callable:
+    """f on its first tensor's device, as Triton launches on the current one."""
 
     @functools.wraps(f)
     def there(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():  # Triton launches on the current one
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
             with torch.cuda.device(x.device):
                 return f(x, *args, **kwargs)
         return f(x, *args, **kwargs)
 
+    return there
+
+
+def _operator(f: Callable) -> Callable:
+    """f as a torch operator, for graphs and fake tensors, whose outputs are the reference's: their shapes depend on no data. Called on real
+    tensors it is f itself, which saves the 50 microseconds that an operator in Python costs."""
+    there = _there(f)
     op = torch.library.custom_op(f"halfback::{f.__name__}", there, mutates_args=())
     op.register_fake(getattr(reference, f.__name__))
 
@@ -131,3 +137,10 @@ def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | No
 @_operator
 def copy_rows(x: Tensor) -> Tensor:
     return _at(x).copy_rows(x)
+
+
+@_there
+def cross_entropy_(scores: Tensor, target: Tensor, ignored: int, smoothing: float, gradient: bool) -> Tensor:
+    """No operator: it stands in no graph."""
+    at = reference if type(scores) is FakeTensor else _at(scores)
+    return at.cross_entropy_(scores, target, ignored, smoothing, gradient)

@@ -736,3 +736,54 @@ def _launch_rows(x: Tensor, norm: tuple[Tensor, ...] | None, strides: tuple[int,
         NORM=norm is not None, R=high, WIDTH=wide, num_warps=4,
     )  # fmt: skip
     return out
+
+
+# Cross entropy
+
+
+@triton.jit
+def _cross_entropy(
+    scores, target, picked, losses, classes, ignored, smoothing,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A row a program, twice: for its sum of exponentials, relative to the largest score so far, and for its gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * classes
+    wanted = tl.load(target + row)
+    counts = wanted != ignored
+    column = tl.arange(0, TILE)
+    largest, exponentials, total = -float("inf"), 0.0, 0.0
+    for i in range(0, classes, TILE):
+        there = i + column < classes
+        x = tl.load(scores + i + column, mask=there, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(x, 0))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        exponentials = exponentials * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+        largest = new
+        if SMOOTH:
+            total += tl.sum(tl.where(there, x, 0.0), 0)
+    normal = largest + tl.log(exponentials)
+    loss = normal - tl.load(picked + row).to(tl.float32)
+    if SMOOTH:
+        loss = (1 - smoothing) * loss + smoothing * (normal - total / classes)
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    if GRADIENT:
+        for i in range(0, classes, TILE):
+            there = i + column < classes
+            y = tl.exp(tl.load(scores + i + column, mask=there, other=0).to(tl.float32) - normal)
+            if SMOOTH:
+                y -= smoothing / classes
+            y = tl.where(i + column == wanted, y + smoothing - 1, y) * counts.to(tl.float32)
+            tl.store(scores + i + column, y.to(scores.dtype.element_ty), mask=there)
+
+
+def cross_entropy_(scores: Tensor, target: Tensor, ignored: int, smoothing: float, gradient: bool) -> Tensor:
+    if scores.dtype not in _WORDS or not scores.is_contiguous() or scores.numel() == 0:
+        return reference.cross_entropy_(scores, target, ignored, smoothing, gradient)
+    picked = scores.gather(1, torch.where(target == ignored, 0, target)[:, None])  # a target that is no class is torch's error
+    losses = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+    _cross_entropy[(len(scores),)](
+        scores, target.contiguous(), picked, losses, scores.shape[1], ignored, float(smoothing),
+        SMOOTH=smoothing != 0, GRADIENT=gradient, TILE=2 * TILE, num_warps=8,
+    )  # fmt: skip
+    return losses

@@ -183,3 +183,34 @@ def normalise_rows(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | No
 def copy_rows(x: Tensor) -> Tensor:
     """x (A, B, C), contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+# Cross entropy, whose gradient takes the place of the scores
+
+
+def cross_entropy_(scores: Tensor, target: Tensor, ignored: int, smoothing: float, gradient: bool) -> Tensor:
+    """The cross entropy (N,) of each row of scores (N, C), 0 where the target is `ignored`. With `gradient`, that of their sum is in scores
+    afterwards. A few rows at a time: what is computed on the way is wider than scores of 16 bits."""
+    rows = max(1, AT_ONCE // max(1, scores.shape[1]))
+    parts = zip(scores.split(rows), target.split(rows), strict=True)
+    return torch.cat([_cross_entropy_(s, t, ignored, smoothing, gradient) for s, t in parts])
+
+
+AT_ONCE = 2**22  # elements
+
+
+def _cross_entropy_(scores: Tensor, target: Tensor, ignored: int, smoothing: float, gradient: bool) -> Tensor:
+    counts = target != ignored
+    at = torch.where(counts, target, 0)[:, None]
+    x = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    normal = x.logsumexp(-1, keepdim=True)
+    loss = normal - x.gather(1, at)
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * (normal - x.mean(-1, keepdim=True))
+    if gradient:
+        flowing = x.sub_(normal).exp_()
+        if smoothing:
+            flowing -= smoothing / scores.shape[1]
+        flowing.scatter_add_(1, at, torch.full_like(at, smoothing - 1, dtype=x.dtype))
+        scores.copy_(flowing.mul_(counts[:, None]))
+    return torch.where(counts, loss[:, 0], 0)

@@ -4,7 +4,7 @@
         batch = the epoch's order, augmented on the device        a pure function of (seed, epoch, step)
         loss  = cross entropy of the model's scores, in autocast
         backward, clip, optimizer, averaged weights
-        now and then a checkpoint; after each epoch a test
+        now and then a checkpoint; after an epoch a test
 
 Everything that a step draws is seeded from (seed, step), so a checkpoint holds no random state but where the methods' own draws stand.
 """
@@ -402,7 +402,7 @@ class Training:
             "step": self.step,
             "lr": rate(self.settings, self.step - 1, self.per_epoch),
             "train_loss": self._mean_loss().item() / self.per_epoch,
-            **self.test(),
+            **(self.test() if self._is_tested(epoch + 1) else {}),
             "seconds": self.seconds,
             "step_ms": 1000 * spent / steps,
             "images_per_s": steps * self.settings.batch / spent,
@@ -415,10 +415,13 @@ class Training:
         self.loss.zero_()
         self.last = row
         recorder.epoch(**row)
-        if row["top1"] > self.best:
+        if row.get("top1", -math.inf) > self.best:
             self.best = row["top1"]
             if self.settings.best:
                 self.keep_best()
+
+    def _is_tested(self, epochs: int) -> bool:
+        return epochs % self.settings.test_every == 0 or epochs == self.settings.epochs
 
     def _stop(self, stop: Stop) -> None:
         self.save()

@@ -94,6 +94,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "what is kept": {
         "save_every": "steps between checkpoints (default: an epoch)",
+        "test_every": "epochs between tests; the last epoch is always tested",
         "keep_last": "checkpoints that stay",
         "best": "the weights that tested best, in a file of their own",
         "monitor": "compare with the exact gradient every so many steps",

@@ -197,15 +197,14 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, wrap=True, fontsize=11)
-    epochs = [row["epoch"] for row in rows]
     for axes, (label, series) in zip(figure.subplots(1, 2), SERIES, strict=True):
         axes.set(xlabel="epoch", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="0.9")
         for i, (key, name) in enumerate(series):
-            values = [_known(row.get(key)) for row in rows]
-            if any(map(math.isfinite, values)):
-                axes.plot(epochs, values, color=f"C{i}", marker="o", markersize=3, label=name)
+            points = _points(rows, key)
+            if any(math.isfinite(value) for _, value in points):
+                axes.plot(*zip(*points, strict=True), color=f"C{i}", marker="o", markersize=3, label=name)
         if axes.lines:
             axes.legend()
         else:
@@ -213,6 +212,11 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     write_bytes(Path(path), content.getvalue())
+
+
+def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+    """Epochs and values; epochs that were not tested have none."""
+    return [(row["epoch"], _known(row[key])) for row in rows if key in row]
 
 
 def _known(value: Any) -> float:
@@ -325,8 +329,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 220, 44, 10, 10, 28
 
 
 def chart(rows: Sequence[Row], label: str, series: Sequence[tuple[str, str]]) -> str:
-    known = [_known(row.get(key)) for row in rows for key, _ in series]
-    known = [v for v in known if math.isfinite(v)]
+    known = [v for key, _ in series for _, v in _points(rows, key) if math.isfinite(v)]
     if not known:
         return f"<figure><figcaption>{_e(label)}: not known</figcaption></figure>"
     ticks = nice(min(known), max(known))
@@ -346,7 +349,7 @@ def chart(rows: Sequence[Row], label: str, series: Sequence[tuple[str, str]]) ->
         anchor = "middle" if first == last else "start" if epoch == first else "end"
         parts += [f'<text x="{x(epoch):.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">epoch {epoch}</text>']
     for i, (key, _) in enumerate(series):
-        parts += _curve([(x(row["epoch"]), y(_known(row.get(key)))) for row in rows], i)
+        parts += _curve([(x(epoch), y(value)) for epoch, value in _points(rows, key)], i)
     keys = "".join(f'<span class="key c{i}">{_e(name)}</span>' for i, (_, name) in enumerate(series))
     drawn = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_e(label)} over epochs">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{keys}{_e(label)}</figcaption>{drawn}</figure>"

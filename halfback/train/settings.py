@@ -30,6 +30,7 @@ PATHS = (
     "device",
     "parallel",
     "save_every",
+    "test_every",
     "keep_last",
     "best",
     "tensorboard",
@@ -44,7 +45,7 @@ KINDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (  # what a setting'
     ("float", "a finite number", lambda v: _number(v)),
 )
 RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("epochs", "batch", "accumulate", "keep_last"), lambda v: v >= 1, "at least 1"),
+    (("epochs", "batch", "accumulate", "keep_last", "test_every"), lambda v: v >= 1, "at least 1"),
     (
         ("validation", "warmup", "crop", "randaugment", "mixup", "cutmix", "weight_decay", "save_every", "monitor"),
         lambda v: v >= 0,
@@ -130,6 +131,7 @@ class Settings:
 
     # what is kept
     save_every: int = 0  # steps between checkpoints; 0: every epoch
+    test_every: int = 1  # epochs between tests; the last one is tested in any case
     keep_last: int = 2  # checkpoints
     best: bool = True  # the weights that tested best, in a file of their own
     monitor: int = 0  # steps between looks at the gradient's error; 0: never
