@@ -13,6 +13,7 @@ import zoo
 from torch import nn
 
 import halfback as hb
+from halfback import heads
 from halfback.attention import _chosen, kept_attention, row_attention
 from halfback.positions import Positions, draw
 from halfback.stores import Channels, Elements, Layout, Rows
@@ -58,6 +59,7 @@ def check() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     print("heads of 64 in bf16, fp32 and fp64:", [_chosen(0, d, 64) for d in (torch.bfloat16, torch.float32, torch.float64)], flush=True)
     check_kept_attention()
+    check_losses()
     check_row_attention()
     for name in NAMES:
         for mode in MODES:
@@ -316,6 +318,37 @@ def against_cpu(name: str, text: str) -> float | None:
     zoo.loss(other, to(batch, "cuda")).backward()
     stored = [[r.layer for r in report.rows if r.stored] for report in reports]
     return worst(other, model) if stored[0] == stored[1] else None
+
+
+def loss_error(dtype: torch.dtype, classes: int, smoothing: float) -> tuple[float, float]:
+    """How far gradients of a loss in parts are from fp64's, and torch's own."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(700, 64, device="cuda").to(dtype), (0.3 * torch.randn(classes, 64, device="cuda")).to(dtype)
+    target = torch.randint(0, classes, (700,), device="cuda")
+    target[::7] = -100
+
+    def gradients(how, kind):
+        given = [t.to(kind, copy=True).requires_grad_() for t in (x, weight)]
+        how(*given).backward()
+        return torch.cat([t.grad.double().flatten() for t in given])
+
+    def plain(x, weight):
+        return F.cross_entropy(F.linear(x, weight), target, label_smoothing=smoothing)
+
+    truth = gradients(plain, torch.float64)
+    ours = gradients(lambda x, w: heads.cross_entropy(x, w, None, target, -100, True, smoothing), dtype)
+    return tuple(((found - truth).norm() / truth.norm()).item() for found in (ours, gradients(plain, dtype)))
+
+
+def check_losses() -> None:
+    rows, heads.rows_of_a_part = heads.rows_of_a_part, lambda classes: 256
+    try:
+        for dtype, classes, smoothing in itertools.product((torch.float32, torch.bfloat16, torch.float16), (4096, 5003), (0.0, 0.1)):
+            ours, torchs = loss_error(dtype, classes, smoothing)
+            print(f"loss in parts, {classes} classes, {dtype}, smoothing {smoothing}: error {ours:.1e}, torch's {torchs:.1e}", flush=True)
+            assert ours < 1.5 * torchs + 1e-6
+    finally:
+        heads.rows_of_a_part = rows
 
 
 def test_gradients_on_a_gpu_are_the_cpus():

@@ -14,6 +14,13 @@ METHODS = {
     "DropIT, keep 0.1": "dropit(keep=0.1, exact_first=False)",
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
 }
+COMPILED = {
+    "Lean, loss in parts, Recompute": "lean+chunkedloss+recompute(layers='first 2/5')",
+    "SBP, Lean, loss in parts": "sbp(keep=0.5)+lean+chunkedloss",
+    "SBP on the last half, Lean, loss in parts": "sbp(keep=0.5, layers='last 1/2')+lean+chunkedloss",
+    "SBP on the last third, Lean, loss in parts, Recompute": "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss"
+    "+recompute(layers='first 1/10')",
+}
 
 
 def arms() -> tuple[Arm, ...]:
@@ -22,8 +29,7 @@ def arms() -> tuple[Arm, ...]:
     compiled: dict[str, Any] = {"compile": True}
     exact = "exact, compiled"
     found.append(Arm(exact, "exact", compiled, group="compiled", against=exact))
-    lean = "lean+chunkedloss+recompute(layers='first 2/5')"
-    found.append(Arm("Lean, loss in parts, Recompute, compiled", lean, compiled, group="compiled", against=exact))
+    found += [Arm(f"{name}, compiled", method, compiled, group="compiled", against=exact) for name, method in COMPILED.items()]
     lora = {"model": f"{MODELS}:smollm2_lora", "lr": 1e-3}
     found.append(Arm("LoRA", "exact", lora, group="LoRA"))
     found += [
@@ -57,7 +63,8 @@ RECIPE = Recipe(
     against="exact",
     differs=(
         "The weights come from a 4-bit file, made whole again.",
-        "SBP's runs kept half of the tokens by a dithered grid; now every second one is kept, and attention's backward is shorter.",
+        "SBP's runs kept half of the tokens by a dithered grid, but for the compiled ones: now every second one is kept, and attention's "
+        "backward is shorter.",
     ),
     order=21,
     minutes=9,

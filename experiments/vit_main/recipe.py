@@ -50,6 +50,7 @@ RECIPE = Recipe(
         dtype="bf16",
         compile=True,
         save_every=195 * 15,
+        test_every=10,
         best=False,
     ),
     arms=arms(),
