@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import ops  # which fills the table
 from .attention import multi_head, steady
 from .methods import SBP, SkipTokens
-from .notes import constant, listen, note
+from .notes import constant, listen, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .streams import (
     ROUTE,
@@ -237,12 +237,15 @@ def _know_order() -> bool:
 
 class Around(Hook):
     """Before and after a module that blocks are in. Its hooks are traced with the model's forward, which the root's are not, and outside
-    of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors."""
+    of what is checkpointed. After one that all of them are in, what it returns of inner blocks (a backbone's maps) are tensors.
+
+    Where this very module is compiled (module.compile()), its hooks are not: each would be a graph of its own, in front of the model's."""
 
     def __init__(self, state: State, within: bool, whole: bool = False):
         super().__init__(state)
         self.within, self.whole = within, whole
 
+    @uncompiled
     def __call__(self, module, args, output=None):
         if self.idle(module):
             return None
