@@ -61,6 +61,29 @@ def alone() -> Iterator[None]:
             send(signal.SIGCONT)
 
 
+def in_turn(path: Path) -> None:
+    """As long as the rows' folder is there: trainings stand still while one of them has its turn."""
+    while path.parent.exists():
+        time.sleep(POLL)
+        if held_by_another(path):
+            with alone():
+                while held_by_another(path):
+                    time.sleep(POLL)
+
+
+def held_by_another(path: Path) -> bool:
+    import fcntl  # not on Windows
+
+    try:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # its folder is gone
+        pass
+    return False
+
+
 def rows(path: Path, place: Place) -> list[tuple[Any, list[Row]]]:
     """Of each model the rows that a file names, and the plain ones that they are compared to."""
     wanted: dict[str, list[str]] = defaultdict(list)
@@ -121,6 +144,12 @@ def main() -> int:
     beginning.start()
 
     class Politely(Run):
+        """Trainings stand still while a row is timed, and while it is one's turn to get ready: beside them that took minutes."""
+
+        def _batches(self, queue: Any, folder: Path, children: Any) -> None:
+            threading.Thread(target=in_turn, args=(folder / "turn",), daemon=True).start()
+            super()._batches(queue, folder, children)
+
         def _time(self, *args: Any, **kwargs: Any) -> None:
             with alone():
                 super()._time(*args, **kwargs)

@@ -194,13 +194,19 @@ def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     top1 = {"mean": -0.2, "interval": [-0.6, 0.2], "seeds": [0, 1]}
-    arm = {"name": module.ARM, "method": "sbp(keep=0.5)", "mean": {"top1": 66.0}, "against": {"top1": top1}}
+    arm = {"method": "sbp(keep=0.5)", "group": module.GROUP, "mean": {"top1": 66.0}, "against": {"top1": top1}}
     row = {"part": "step", "model": module.MODEL, "compiled": True, "device": "cuda", "time_ratio": 0.9, "peak_ratio": 0.4}
     row |= dict.fromkeys(("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib"), 0)
     others = [{**row, "text": "sbp(keep=0.25)"}, {**row, "text": "sbp(keep=0.5)", "compiled": False}]
-    with pytest.raises(ValueError, match="no row of it"):
+    with pytest.raises(ValueError, match="no row of compiled arms"):
         module.headline({"arms": [arm]}, others)
     found = module.headline({"arms": [arm]}, [{**row, "text": "sbp(keep=0.5)"}, *others])
     assert found["reached"] == {"top1_difference": True, "peak_ratio": False, "time_ratio": True}
+    slower = [{**row, "text": "lean", "time_ratio": 1.5, "peak_ratio": 0.3}, {**row, "text": "sbp", "time_ratio": 1.0, "peak_ratio": 0.35}]
+    arms = [arm, {**arm, "group": "eager", "method": "sbp"}, {**arm, "method": "lean"}]
+    best = module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])
+    assert best["method"] == "sbp(keep=0.5)", "of those that reach two figures it is the fastest; an eager arm is none"
+    arms[1]["group"] = module.GROUP
+    assert module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])["method"] == "sbp"
     with pytest.raises(ValueError, match="two seeds"):
         module.headline({"arms": [{**arm, "against": {"top1": {**top1, "seeds": [0]}}}]}, [row])

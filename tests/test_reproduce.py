@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.image
@@ -161,6 +162,9 @@ def test_an_id_is_safe_as_a_file_name():
         ({"arms": (Arm("exact"), Arm("±"))}, "arm '±' would be kept as ''"),
         ({"against": "none"}, "the recipe is against 'none', which is no arm. Arms: exact, b"),
         ({"arms": (Arm("exact"), Arm("b", against="c"))}, "arm 'b' is against 'c', which is no arm"),
+        ({"arms": (Arm("exact"), Arm("b", "lean", like="c"))}, "arm 'b' is like 'c', which is no arm that is trained: exact"),
+        ({"arms": (Arm("exact"), Arm("b", "sbp(keep=0.5)+lean", like="exact"))}, "'b' is like 'exact', and may differ from it by lean, "),
+        ({"arms": (Arm("exact"), Arm("b", "lean", {"lr": 0.1}, like="exact"))}, "'b' is like 'exact', and may differ from it by lean, "),
         ({"arms": ()}, "which is no arm. Arms: none"),
         ({"seeds": ()}, "must be different whole numbers"),
         ({"seeds": (1, 1)}, r"seeds \(1, 1\) must be different"),
@@ -604,7 +608,7 @@ def test_the_command(here):
 
 REAL = """
 from halfback.train import Arm, Recipe, Settings
-ARMS = (Arm("exact"), Arm("lean", "lean"))
+ARMS = (Arm("exact"), Arm("lean", "lean"), Arm("in parts", "lean+recompute", {"accumulate": 2}, like="exact"))
 RECIPE = Recipe(title="Digits", about="A", paper="P", base=Settings(epochs=1, batch=64), arms=ARMS, seeds=(0, 1))
 """
 
@@ -617,7 +621,8 @@ def test_digits_end_to_end(tmp_path, monkeypatch):
     path.write_text(REAL)
     code, said = ran("digits", side_by_side=2)
     assert code == 0, said
-    exact, lean = json.loads((path.parent / "results.json").read_text())["arms"]
+    exact, lean, parts = json.loads((path.parent / "results.json").read_text())["arms"]
+    assert parts["mean"]["top1"] == exact["mean"]["top1"] and parts["mean"]["held"] is parts["against"]["ratio"]["held"] is None
     assert exact["seeds"] == lean["seeds"] == [0, 1] and exact["values"]["top1"][0] > 10
     assert lean["against"]["ratio"]["held"] < 1 and max(map(abs, lean["against"]["train_loss"]["differences"])) < 0.05  # lean is exact
     assert (tmp_path / "out/runs/digits/lean_s1/report.html").exists()
@@ -630,17 +635,20 @@ def _steps_are_timed_apart(path):
     code, said = ran("digits", side_by_side=2, timed=True)
     assert code == 0, said
     times = json.loads((path.parent / "times.json").read_text())
-    assert list(times["arms"]) == ["exact", "lean"] and {"date", "device_name", "versions", "commit"} < set(times)
-    (first, ended), (began, _) = sorted(arm["alone"] for arm in times["arms"].values())
-    assert first < ended <= began  # one at a time
+    assert list(times["arms"]) == ["exact", "lean", "in parts"] and {"date", "device_name", "versions", "commit"} < set(times)
+    turns = sorted(arm["alone"] for arm in times["arms"].values())
+    assert all(first < ended <= began for (first, ended), (began, _) in pairwise(turns))  # one at a time
     for arm in times["arms"].values():
         assert arm["least_ms"] <= arm["step_ms"] <= arm["most_ms"] and arm["unit"] == "samples"
         assert arm["per_s"] == pytest.approx(1000 * 64 / arm["step_ms"])
     results = json.loads((path.parent / "results.json").read_text())
     its, own = (times["arms"][a]["step_ms"] for a in ("exact", "lean"))
     assert results["arms"][1]["against"]["ratio"]["step_ms"] == own / its and results["arms"][0]["time"]["step_ms"] == its
-    head, _, second = table(results)
-    row = dict(zip(head, second, strict=True))
+    head, _, second, third = table(results)
+    row, last = (dict(zip(head, cells, strict=True)) for cells in (second, third))
+    parts, held = results["arms"][2], {a: times["arms"][a]["held"] for a in ("exact", "in parts")}
+    assert parts["against"]["ratio"]["held"] == held["in parts"] / held["exact"] < 0.5  # it was not trained, and this is of what was timed
+    assert last["difference"] == "as exact" and not last["top-1, %"] and last["held"] == f"{parts['against']['ratio']['held']:.2f}"
     assert row["step"] == f"{own / its:.2f}" and row["samples/s"] == f"{times['arms']['lean']['per_s']:,.0f}"
     path.write_text(REAL.replace("batch=64", "batch=32"))
     assert times_of(load(path), [path.parent / "runs"])["arms"] == {}  # they were timed with other settings

@@ -30,12 +30,12 @@ RECIPE = Recipe(
         compile=True,
         channels_last=True,
         save_every=195 * 15,
+        test_every=10,
         best=False,
     ),
     arms=(
         Arm("exact", "exact"),
         Arm("SBP", "sbp(keep=0.5)"),
-        Arm("SBP, scaled", "sbp(keep=0.5, scale=True)"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
         Arm("DropIT, keep 0.1, where nobody else holds it", "dropit(keep=0.1, activation_bits=4)"),
         Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),

@@ -22,8 +22,10 @@ RECIPE = Recipe(
         flip=True,
         device="cuda",
         dtype="bf16",
+        compile=True,
         channels_last=True,
         save_every=390 * 50,
+        test_every=10,
         best=False,
     ),
     arms=(

@@ -71,6 +71,7 @@ RECIPE = Recipe(
         dtype="bf16",
         channels_last=True,
         save_every=390 * 10,
+        test_every=5,
         best=False,
     ),
     arms=arms(),

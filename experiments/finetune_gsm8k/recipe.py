@@ -16,7 +16,6 @@ METHODS = {
 }
 COMPILED = {
     "Lean, loss in parts, Recompute": "lean+chunkedloss+recompute(layers='first 2/5')",
-    "SBP, Lean, loss in parts": "sbp(keep=0.5)+lean+chunkedloss",
     "SBP on the last half, Lean, loss in parts": "sbp(keep=0.5, layers='last 1/2')+lean+chunkedloss",
     "SBP on the last third, Lean, loss in parts, Recompute": "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss"
     "+recompute(layers='first 1/10')",

@@ -9,6 +9,13 @@ METHODS = {
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
     "SBP, DropIT, Recompute": "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)",
 }
+# With gradients of another arm: timed, and not trained
+LIKE = {
+    "Lean": ("lean", "exact"),
+    "checkpointing": ("recompute", "exact"),
+    "SBP, Lean": ("sbp(keep=0.5)+lean", "SBP"),
+    "SBP, Lean, Recompute": ("sbp(keep=0.5)+lean+recompute(layers='first 1/3', sparing=True)", "SBP"),
+}
 
 
 def arms() -> tuple[Arm, ...]:
@@ -20,6 +27,9 @@ def arms() -> tuple[Arm, ...]:
         for name, method in METHODS.items():
             if name == "SBP" or pool == "class token":
                 found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=exact))
+        if pool == "class token":
+            for name, (method, like) in LIKE.items():
+                found.append(Arm(f"{name}, {pool}", method, changes, group=pool, against=exact, like=f"{like}, {pool}"))
     return tuple(found)
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .settings import Settings
+from .settings import Settings, methods_of
 
 EXPERIMENTS = Path("experiments")
 MEASURES = ("top1", "top5", "train_loss", "test_loss", "held", "peak", "step_ms")
 JUDGED = {"top1": "top-1, %", "test_loss": "test loss"}  # what arms can be judged by, as it is called
+EXACT = ("lean", "recompute", "chunkedloss")  # methods that leave gradients as they are
 LOCAL = ("root", "tensorboard")  # settings of one machine, not kept with a result
 
 Result = dict[str, Any]
@@ -38,6 +39,7 @@ class Arm:
     paper     the paper's figure: top-1 in percent
     group     arms of a group stand together
     against   another arm than the recipe's that differences are taken to
+    like      the arm whose gradients this one has too, as its method adds to that arm's what is exact alone: it is not trained, but timed
     """
 
     name: str
@@ -46,6 +48,7 @@ class Arm:
     paper: float | None = None
     group: str = ""
     against: str | None = None
+    like: str | None = None
 
     @property
     def slug(self) -> str:
@@ -109,16 +112,37 @@ class Recipe:
         for who, against in (("the recipe", self.against), *((f"arm {a.name!r}", a.against) for a in self.arms)):
             if against is not None and against not in names:
                 raise ValueError(f"Recipe: {who} is against {against!r}, which is no arm. Arms: {', '.join(names) or 'none'}.")
+        self._check_likes()
         for what, given in (("method", self.base.method != "exact"), ("seed", self.base.seed != 0)):
             if given or any(what in a.changes for a in self.arms):
                 raise ValueError(f"Recipe: {what} is neither a setting of the base nor a change; give arms a method, and the recipe seeds.")
+
+    def _check_likes(self) -> None:
+        """Whoever is not trained has the gradients of the arm whose accuracy it is given."""
+        trained = {a.name: a for a in self.arms if a.like is None}
+        for a in self.arms:
+            if a.like is not None and a.like not in trained:
+                raise ValueError(f"Recipe: arm {a.name!r} is like {a.like!r}, which is no arm that is trained: {', '.join(trained)}.")
+            if a.like is not None and _gradients_of(a) != _gradients_of(trained[a.like]):
+                raise ValueError(
+                    f"Recipe: arm {a.name!r} is like {a.like!r}, and may differ from it by {', '.join(EXACT)} and accumulate alone: "
+                    "the others change gradients, so train it."
+                )
 
     def _check_seeds(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or not all(isinstance(s, int) and s >= 0 for s in self.seeds):
             raise ValueError(f"Recipe: seeds {self.seeds} must be different whole numbers from 0 on.")
 
     def runs(self) -> list[Run]:
-        return [Run(f"{a.slug}_s{seed}", a, seed, self.settings(a, seed)) for seed in self.seeds for a in self.arms]
+        """What is trained."""
+        return [self._run(a, seed) for seed in self.seeds for a in self.arms if a.like is None]
+
+    def timed(self) -> list[Run]:
+        """Every arm once, also those that are not trained."""
+        return [self._run(a, self.seeds[0]) for a in self.arms]
+
+    def _run(self, arm: Arm, seed: int) -> Run:
+        return Run(f"{arm.slug}_s{seed}", arm, seed, self.settings(arm, seed))
 
     def settings(self, arm: Arm, seed: int) -> Settings:
         missing = [k for k in ("lr", "weight_decay") if "optimizer" in arm.changes and k not in arm.changes]
@@ -133,6 +157,12 @@ class Recipe:
         """None for the arm that the others are taken to."""
         against = arm.against or self.against
         return None if against == arm.name else against
+
+
+def _gradients_of(arm: Arm) -> tuple[list[Any], dict[str, Any], str | None]:
+    """All of an arm that its gradients depend on."""
+    approximate = [m for m in methods_of(arm.method) if type(m).__name__.lower() not in EXACT]
+    return approximate, {k: v for k, v in arm.changes.items() if k != "accumulate"}, arm.against
 
 
 def find(name: str | Path, experiments: Path | None = None) -> Path:

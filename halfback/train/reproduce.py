@@ -281,7 +281,7 @@ def reproduce(
     check_drawing()
     path = find(recipe_path)
     recipe, folders = load(path), runs_folders(path, into)
-    chosen = _chosen(recipe, only)
+    chosen = recipe.timed() if timed else _chosen(recipe, only)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
     chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
     if timed and only is not None:

@@ -135,7 +135,7 @@ def times_of(recipe: Recipe, folders: Sequence[Path]) -> Result:
 
 def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Result) -> Result:
     runs = [done[r.id] for r in recipe.runs() if r.id in done]
-    by_arm = {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm is a and r.id in done} for a in recipe.arms}
+    by_arm = {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm.name == (a.like or a.name) and r.id in done} for a in recipe.arms}
     versions = {k: sorted({r["versions"][k] for r in runs if k in r["versions"]}) for k in sorted({k for r in runs for k in r["versions"]})}
     return {
         "name": name,
@@ -162,8 +162,8 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
 
 
 def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], times: Mapping[str, Result]) -> Result:
-    runs = by_arm[arm.name]
-    values = {m: [r[m] for r in runs.values()] for m in MEASURES}
+    runs, own = by_arm[arm.name], arm.like is None
+    values = {m: [r[m] for r in runs.values()] if own or m not in RATIOS else [] for m in MEASURES}
     spreads = {m: spread(v) for m, v in values.items()}
     against = recipe.against_of(arm)
     return {
@@ -171,18 +171,22 @@ def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], t
         "method": arm.method,
         "changes": dict(arm.changes),
         "group": arm.group,
+        "like": arm.like,
         "paper": arm.paper,
         "seeds": list(runs),
         "values": values,
         **{k: {m: spreads[m][k] for m in MEASURES} for k in ("mean", "deviation", "interval")},
-        "alone": bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
+        "alone": own and bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
         "time": times.get(arm.name),
-        "against": None if against is None else _against(against, runs, by_arm[against], *(times.get(n) for n in (arm.name, against))),
+        "against": None if against is None else _against(against, own, runs, by_arm[against], *(times.get(n) for n in (arm.name, against))),
     }
 
 
-def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result], time: Result | None, its_time: Result | None) -> Result:
-    """Ratios are of means over common seeds, on one device; of times those that were timed, or the runs' where all were alone on it."""
+def _against(
+    name: str, own: bool, ours: Mapping[int, Result], theirs: Mapping[int, Result], time: Result | None, its_time: Result | None
+) -> Result:
+    """Ratios are of means over common seeds, on one device; of times those that were timed, or the runs' where all were alone on it. An
+    arm without runs of its own has all of them from what was timed."""
     seeds = [s for s in ours if s in theirs]
     pairs = {m: paired({s: r[m] for s, r in ours.items()}, {s: r[m] for s, r in theirs.items()}) for m in PAIRED}
     used = [runs[s] for runs in (ours, theirs) for s in seeds]
@@ -191,10 +195,11 @@ def _against(name: str, ours: Mapping[int, Result], theirs: Mapping[int, Result]
     ratio: dict[str, float | None] = dict.fromkeys(RATIOS)
     for m in RATIOS:
         mine, its = (spread([runs[s][m] for s in seeds])["mean"] for runs in (ours, theirs))
-        if mine is not None and its and same and (alone or m != "step_ms"):
+        if own and mine is not None and its and same and (alone or m != "step_ms"):
             ratio[m] = mine / its
-    if time and its_time:
-        ratio["step_ms"] = time["step_ms"] / its_time["step_ms"]
+    for m in ("step_ms",) if own else RATIOS:
+        if time and its_time and time.get(m) and its_time.get(m):
+            ratio[m] = time[m] / its_time[m]
     return {"arm": name, "seeds": seeds, **pairs, "ratio": ratio}
 
 
@@ -232,7 +237,7 @@ def _signed(value: float, measure: str) -> str:
 
 def _mean(arm: Result, measure: str, digits: int) -> str:
     mean, deviation = arm["mean"][measure], arm["deviation"][measure]
-    if mean is None:
+    if mean is None or arm.get("like"):
         return ""
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
@@ -240,6 +245,8 @@ def _mean(arm: Result, measure: str, digits: int) -> str:
 def _difference(arm: Result, results: Result) -> str:
     by = results["measure"]
     pair = arm["against"] and arm["against"][by]
+    if arm.get("like"):
+        return f"as {arm['like']}"
     if not pair or pair["mean"] is None:
         return ""
     said = _signed(pair["mean"], by)
@@ -267,7 +274,7 @@ def _speed(arm: Result, unit: str) -> str:
 
 TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("arm", lambda a, r: a["name"]),
-    ("seeds", lambda a, r: "" if a["seeds"] == r["seeds"] else str(len(a["seeds"]))),
+    ("seeds", lambda a, r: "" if a["seeds"] == r["seeds"] or a.get("like") else str(len(a["seeds"]))),
     ("test loss", lambda a, r: _mean(a, "test_loss", 3) if r["measure"] == "test_loss" else ""),
     ("top-1, %", lambda a, r: _mean(a, "top1", 2) if r["measure"] == "top1" else ""),
     ("difference", _difference),
@@ -325,7 +332,8 @@ def _listed(path: Path) -> list[str]:
 def _measured(results: Result) -> str:
     by = results["measure"]
     base = next((a["mean"][by] for a in results["arms"] if a["name"] == results["against"]), None)
-    apart = [a["against"][by]["mean"] for a in results["arms"] if a["against"] and a["against"][by]["mean"] is not None]
+    others = [a for a in results["arms"] if a["against"] and not a.get("like")]
+    apart = [a["against"][by]["mean"] for a in others if a["against"][by]["mean"] is not None]
     said = f"{results['against']} {percent(base) if by == 'top1' or base is None else f'{base:.3f}'}"
     if not apart:
         return said
@@ -350,7 +358,8 @@ Figures are means ± standard deviation over seeds. For one seed all arms start 
 order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
 zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
 ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings that ran side by
-side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is given.
+side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is given. An arm
+that adds to another what is exact alone has that arm's gradients, and so its accuracy: it is timed, and not trained.
 """
 
 
@@ -373,12 +382,14 @@ def page(experiments: Path | None = None, page: Path | None = None) -> Path:
 
 
 def judged(r: Result) -> Result:
-    """With the arms alone that have more than one seed, where the recipe wants more: one says nothing of accuracy."""
-    return {**r, "arms": [a for a in r["arms"] if len(a["seeds"]) >= min(2, len(r["seeds"]))]}
+    """With the arms alone that have more than one seed, where the recipe wants more: one says nothing of accuracy. Those that are not
+    trained have to be timed."""
+    return {**r, "arms": [a for a in r["arms"] if len(a["seeds"]) >= min(2, len(r["seeds"])) and (not a.get("like") or a.get("time"))]}
 
 
 def _section(r: Result, drawn: str) -> str:
-    missing, wait = r["runs"]["of"] - r["runs"]["done"], [a["name"] for a in r["arms"] if a not in judged(r)["arms"]]
+    missing, shown = r["runs"]["of"] - r["runs"]["done"], judged(r)["arms"]
+    wait = [a["name"] for a in r["arms"] if a not in shown and not a.get("like")]
     parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
     parts += [f"**Not complete:** {missing} of {r['runs']['of']} runs are missing."] if missing else []
     parts += [f"Not shown before they have two seeds: {'; '.join(wait)}."] if wait else []
@@ -449,7 +460,7 @@ def figure(results: Result, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    arms = [arm for arm, _ in _grouped([(a, None) for a in results["arms"]])]
+    arms = [arm for arm, _ in _grouped([(a, None) for a in results["arms"] if not a.get("like")])]
     by = results["measure"]
     means = {a["name"]: a["mean"][by] for a in arms}
     groups = list(dict.fromkeys(a["group"] for a in arms))

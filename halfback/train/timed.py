@@ -3,7 +3,7 @@
 Trainings side by side say nothing of time. So every arm gets ready in a process of its own, several at once, and the steps are timed by
 whoever has the lock alone: a process shares it from its start until it is ready.
 
-    experiments/NAME/times.json   milliseconds a step, and samples or tokens a second, by arm
+    experiments/NAME/times.json   milliseconds a step, samples or tokens a second, what is held and the peak, by arm
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def time_steps(settings: Settings, lock: int, home: Path) -> dict[str, Any]:
         since = time.time()
         _steps(training, coming, 1)  # memory is there again
         began, times = time.perf_counter(), list[float]()
-        while len(times) < ROUNDS and (not times or time.perf_counter() - began < SECONDS):
-            times.append(_steps(training, coming, STEPS) / STEPS)
+        with training.peak:
+            while len(times) < ROUNDS and (not times or time.perf_counter() - began < SECONDS):
+                times.append(_steps(training, coming, STEPS) / STEPS)
         alone = [since, time.time()]
     step = statistics.median(times)
     kept = {k: v for k, v in settings.to_json().items() if k not in LOCAL}
@@ -70,6 +71,8 @@ def time_steps(settings: Settings, lock: int, home: Path) -> dict[str, Any]:
         "most_ms": 1000 * max(times),
         "per_s": size / step,
         "unit": unit,
+        "held": training.held,
+        "peak": training.peak.most,
         "alone": alone,
         "settings": kept,
     }
