@@ -36,6 +36,7 @@ RECIPE = Recipe(
     arms=(
         Arm("exact", "exact"),
         Arm("SBP", "sbp(keep=0.5)"),
+        Arm("SBP, the paper's layers", "sbp(keep=0.5, layers='paper')"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
         Arm("DropIT, keep 0.1, where nobody else holds it", "dropit(keep=0.1, activation_bits=4)"),
         Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),
