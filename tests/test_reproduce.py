@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -652,6 +653,23 @@ def _steps_are_timed_apart(path):
     assert row["step"] == f"{own / its:.2f}" and row["samples/s"] == f"{times['arms']['lean']['per_s']:,.0f}"
     path.write_text(REAL.replace("batch=64", "batch=32"))
     assert times_of(load(path), [path.parent / "runs"])["arms"] == {}  # they were timed with other settings
+
+
+def test_the_study_of_gradients_ends_on_the_page(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("study", ROOT / "experiments/sbp_gradients/study.py")
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    monkeypatch.setattr(study, "BATCHES", 1)
+    monkeypatch.setattr(study, "MASKS", 1)
+    others = ("SBP", "all layers", "increasing", "decreasing", "random positions", "independent masks")
+    monkeypatch.setattr(study, "VARIANTS", {name: study.VARIANTS[name] for name in others})
+    out = tmp_path / "experiments/gradients"
+    study.main(["--epochs", "2", "--batch", "512", "--seeds", "2", "--out", str(out)])
+    found = json.loads((out / "results.json").read_text())["models"]["small-vit"]
+    own, told = found["training"]["summary"], page_text(tmp_path / "experiments", tmp_path / "docs/results.md")
+    assert own["exact"]["consistency"]["mean"] == 100 and own["exact"]["similarity"]["mean"] == pytest.approx(1)
+    assert f"| {own['SBP']['consistency']['mean']:.2f} ± " in told and "../experiments/gradients/figure.png" in told
+    assert f"{found['gradients']['middle']['all layers']['all']['cosine']:.3f}" in told and (out / "figure.png").exists()
 
 
 def test_an_arm_that_cannot_be_timed_is_told(tmp_path, monkeypatch):

@@ -388,6 +388,8 @@ def judged(r: Result) -> Result:
 
 
 def _section(r: Result, drawn: str) -> str:
+    if "text" in r:  # a study that is no recipe says itself what it found
+        return "\n\n".join([f"## {r['title']}", r["text"], f"![{r['title']}]({Path(drawn).as_posix()})"]) + "\n"
     missing, shown = r["runs"]["of"] - r["runs"]["done"], judged(r)["arms"]
     wait = [a["name"] for a in r["arms"] if a not in shown and not a.get("like")]
     parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
