@@ -61,14 +61,25 @@ def alone() -> Iterator[None]:
             send(signal.SIGCONT)
 
 
-def in_turn(path: Path) -> None:
-    """As long as the rows' folder is there: trainings stand still while one of them has its turn."""
-    while path.parent.exists():
-        time.sleep(POLL)
-        if held_by_another(path):
-            with alone():
-                while held_by_another(path):
-                    time.sleep(POLL)
+@contextlib.contextmanager
+def turns(path: Path) -> Iterator[None]:
+    """While the rows of a folder get ready, trainings stand still while one of them has its turn."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(POLL):
+            if held_by_another(path):
+                with alone():
+                    while held_by_another(path) and not over.wait(POLL):
+                        pass
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def held_by_another(path: Path) -> bool:
@@ -124,6 +135,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of a size for tests")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever ends it, trainings go on
     args.out.mkdir(parents=True, exist_ok=True)
     place = Place(args.device, args.tiny, args.batch)
     work = rows(args.rows, place) if args.rows else []
@@ -147,8 +159,8 @@ def main() -> int:
         """Trainings stand still while a row is timed, and while it is one's turn to get ready: beside them that took minutes."""
 
         def _batches(self, queue: Any, folder: Path, children: Any) -> None:
-            threading.Thread(target=in_turn, args=(folder / "turn",), daemon=True).start()
-            super()._batches(queue, folder, children)
+            with turns(folder / "turn"):
+                super()._batches(queue, folder, children)
 
         def _time(self, *args: Any, **kwargs: Any) -> None:
             with alone():

@@ -53,6 +53,17 @@ from .streams import (
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
 REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
+CANNOT_TELL = (
+    "{} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: reentrant checkpointing ran it "
+    "without gradients, its input came back in another storage, or it is compiled by itself inside of a checkpoint. Use "
+    "checkpoint(..., use_reentrant=False), hb.Recompute() instead of offloading block inputs, and compile the whole model."
+)
+
+
+@constant
+def in_backward() -> bool:
+    """While a frame is traced: is that in a backward pass, which computes it again?"""
+    return torch._C._current_graph_task_id() != -1
 
 
 class State:
@@ -120,16 +131,14 @@ class State:
         """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
         where: Any = (block, grid, whole, x.device)
         if torch.compiler.is_compiling():  # pure, from the key, as this may be traced inside a checkpoint
+            if self.key is None and in_backward():
+                raise RuntimeError(CANNOT_TELL.format(block))
             self.start()
             return self._at(self._draw(self.key, *where), self.key, *where)
         storage = x.untyped_storage()._cdata
         if torch._C._current_graph_task_id() != -1:
             if storage not in self.seen:
-                raise RuntimeError(
-                    f"{block} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: "
-                    "reentrant checkpointing ran it without gradients, or its input came back in another storage. "
-                    "Use checkpoint(..., use_reentrant=False), and hb.Recompute() instead of offloading block inputs."
-                )
+                raise RuntimeError(CANNOT_TELL.format(block))
             return self._at(*self.seen[storage], *where)
         if self.current is None:
             self.start()
@@ -259,10 +268,12 @@ class Around(Hook):
 class Begin(Hook):
     """Before the root's forward."""
 
+    @uncompiled
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
         self.state.open, self.state.current, self.state.key = True, None, None
+        self.state.start()  # here, and not in a block that is compiled by itself: computed again in a backward pass, it would draw anew
         return None
 
 

@@ -580,3 +580,17 @@ def test_an_encoder_and_a_decoder_compile_apart():
         m(**batch).loss.backward()
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_block_that_is_compiled_by_itself_is_never_drawn_anew_in_a_checkpoint(fullgraph):
+    """The backward computes it again, and nobody there knows which positions the forward kept."""
+    torch._dynamo.reset()
+    model, batch = zoo.make("vit", layers=3)
+    hb.apply_(model, hb.SBP(0.5))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in [m for name, m in model.named_modules() if name in model._halfback.report.blocks]:
+        block.compile(fullgraph=fullgraph, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported if fullgraph else RuntimeError, match="is computed again in a backward pass"):
+        zoo.loss(model, batch).backward()

@@ -111,7 +111,7 @@ def test_operators_pass_torchs_own_checks(bits):
     calls = {
         "select": (x, 0.2, 32), "restore": (values, mask, 130, 0.2, 32), "pack_bits": (x > 0,), "unpack_bits": (mask, 130), "signs": (x,),
         "quantise": (x, bits, 64, 5), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
-        "scale_by_code": (x, packed, table),
+        "scale_by_code": (x, packed, table), "cross_entropy": (x.view(13, 10).clone(), torch.arange(13) % 10, 3, 0.1, True),
     }  # fmt: skip
     for name, args in calls.items():
         torch.library.opcheck(getattr(torch.ops.halfback, name), args, test_utils=("test_schema", "test_faketensor"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
@@ -176,16 +177,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     models = list(results["models"])
-    figure, axes = plt.subplots(len(models), 4, figsize=(18, 4 * len(models)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(len(models), 4, figsize=(20, 4 * len(models)), squeeze=False, layout="constrained")
     for row, model in zip(axes, models, strict=True):
         found = results["models"][model]
+        for axis in row[:2]:
+            axis.set_prop_cycle(color=plt.colormaps["tab20"].colors)
         for name, audit in found["gradients"]["end"].items():
             for axis, key in zip(row[:2], ("cosine", "scale"), strict=True):
                 values = [layer[key] for layer in audit["layers"]]
                 axis.plot(range(len(values)), [float("nan") if v is None else v for v in values], label=name, linewidth=1)
         for axis, key in zip(row[:2], ("cosine", "scale"), strict=True):
             axis.set(title=f"{model}: {key} by layer, at the end", xlabel="layer", ylim=(0, 1.3))
-        row[0].legend(fontsize=6)
+        row[1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
         first = found["training"]["seeds"][0]
         for name in first:
             curves = [[e["similarity"] for e in seed[name]["epochs"]] for seed in found["training"]["seeds"]]
@@ -197,6 +200,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         row[2].set(title=f"{model}: cosine of weights with exact", xlabel="epoch")
         row[3].set(title=f"{model}: norm of the gradient", xlabel="epoch", yscale="log")
         row[2].legend(fontsize=7)
+        row[3].legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -245,8 +249,10 @@ def _trainings(summary: dict[str, Any]) -> str:
 def verdict(found: dict[str, Any]) -> str:
     end, summary = {k: v["all"]["cosine"] for k, v in found["gradients"]["end"].items()}, found["training"]["summary"]
     own, same, other = (summary[name]["consistency"]["mean"] for name in ("SBP", *CONTROLS))
-    nearer = [name for name in ("increasing", "decreasing", "random positions", "independent masks") if end[name] > end["SBP"]]
-    order = f"{' and '.join(nearer)} nearer than the default" if nearer else "other ratios, positions and masks are further off"
+    nearer = [
+        name for name in ("increasing", "decreasing", "random positions", "independent masks") if round(end[name], 3) > round(end["SBP"], 3)
+    ]
+    order = f"nearer than that: {' and '.join(nearer)}" if nearer else "no other ratios, positions and masks are nearer"
     return (
         f"At the end the cosine is {end['SBP']:.3f}, on all layers {end['all layers']:.3f}; {order}. Predictions of SBP and of exact "
         f"training from the same weights on the same batches agree on {own:.1f} %. That alone says little: two exact trainings from the "
@@ -264,12 +270,15 @@ def main(argv: list[str] | None = None) -> None:
     add("--seeds", type=int, default=2)
     add("--device", default="cpu")
     add("--out", type=Path, default=Path(__file__).parent)
+    add("--text", action="store_true", help="train nothing: the text and the figure anew, from results.json in --out")
     args = parser.parse_args(argv)
+    if args.text:
+        return told(args.out)
     if args.seeds < 2:
         sys.exit("study.py: --seeds must be at least 2.")
     models = args.model or (["small-vit"] if args.data == "digits" else ["vit-s4", "convnext"])
     data = "digits" if args.data == "digits" else "CIFAR-100"
-    asked = {"data": data, **{k: str(v) for k, v in vars(args).items() if k not in ("out", "data")}}
+    asked = {"data": data, **{k: str(v) for k, v in vars(args).items() if k not in ("out", "data", "text")}}
     title = f"SBP, figures 2 to 11 and section 8.6: gradients, weights and predictions, on {data}"
     results: dict[str, Any] = {"name": args.out.name, "order": 8, "title": title, "settings": asked, "models": {}}
     results |= surroundings(args.device)
@@ -279,9 +288,17 @@ def main(argv: list[str] | None = None) -> None:
             found = {"gradients": gradients(args, model, Path(folder)), "training": {"summary": summed(seeds), "seeds": seeds}}
             results["models"][model] = found
             args.out.mkdir(parents=True, exist_ok=True)
-            write_json(args.out / "results.json", {**results, "text": markdown(results)})
-    draw(results, args.out / "figure.png")
-    print(markdown(results))
+            write_json(args.out / "results.json", results)
+    told(args.out)
+
+
+def told(out: Path) -> None:
+    """The text and the figure, from results.json."""
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    results["text"] = markdown(results)
+    write_json(out / "results.json", results)
+    draw(results, out / "figure.png")
+    print(results["text"])
 
 
 if __name__ == "__main__":

@@ -196,6 +196,11 @@ def cross_entropy_(scores: Tensor, target: Tensor, ignored: int, smoothing: floa
     return torch.cat([_cross_entropy_(s, t, ignored, smoothing, gradient) for s, t in parts])
 
 
+def cross_entropy_fake(scores: Tensor, target: Tensor, ignored: int, smoothing: float, gradient: bool) -> Tensor:
+    """What a graph and a count of memory see of it: nothing but the losses is made, as by the fused one."""
+    return scores.new_empty(len(scores), dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
 AT_ONCE = 2**22  # elements
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..methods import DropIT, Recompute
 from .settings import Settings, methods_of
 
 EXPERIMENTS = Path("experiments")
@@ -125,8 +126,8 @@ class Recipe:
                 raise ValueError(f"Recipe: arm {a.name!r} is like {a.like!r}, which is no arm that is trained: {', '.join(trained)}.")
             if a.like is not None and _gradients_of(a) != _gradients_of(trained[a.like]):
                 raise ValueError(
-                    f"Recipe: arm {a.name!r} is like {a.like!r}, and may differ from it by {', '.join(EXACT)} and accumulate alone: "
-                    "the others change gradients, so train it."
+                    f"Recipe: arm {a.name!r} is like {a.like!r}, and may differ from it by what is exact alone: {', '.join(EXACT)} "
+                    "(beside DropIT recompute(sparing=True)), and accumulate where nothing approximates. All else changes gradients."
                 )
 
     def _check_seeds(self) -> None:
@@ -159,10 +160,14 @@ class Recipe:
         return None if against == arm.name else against
 
 
-def _gradients_of(arm: Arm) -> tuple[list[Any], dict[str, Any], str | None]:
-    """All of an arm that its gradients depend on."""
-    approximate = [m for m in methods_of(arm.method) if type(m).__name__.lower() not in EXACT]
-    return approximate, {k: v for k, v in arm.changes.items() if k != "accumulate"}, arm.against
+def _gradients_of(arm: Arm) -> tuple[list[Any], dict[str, Any]]:
+    """All of an arm that its gradients depend on: what approximates draws and selects anew in each part of a batch, and DropIT leaves
+    blocks alone that are recomputed as a whole. (Parts also change a batch norm's statistics, which no recipe can know.)"""
+    methods = methods_of(arm.method)
+    approximate = [m for m in methods if type(m).__name__.lower() not in EXACT]
+    if any(isinstance(m, DropIT) for m in approximate):
+        approximate += [m for m in methods if isinstance(m, Recompute) and not m.sparing]
+    return approximate, {k: v for k, v in arm.changes.items() if approximate or k != "accumulate"}
 
 
 def find(name: str | Path, experiments: Path | None = None) -> Path:

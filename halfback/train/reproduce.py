@@ -278,14 +278,14 @@ def reproduce(
     """
     if side_by_side < 1 or (minutes is not None and not minutes > 0):
         raise ValueError(f"reproduce: side_by_side={side_by_side} and minutes={minutes} must be above 0.")
+    if timed and only is not None:
+        raise ValueError("reproduce: --time times all arms in one call, so that they can be compared. Leave --only out.")
     check_drawing()
     path = find(recipe_path)
     recipe, folders = load(path), runs_folders(path, into)
     chosen = recipe.timed() if timed else _chosen(recipe, only)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
     chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
-    if timed and only is not None:
-        raise ValueError("reproduce: --time times all arms in one call, so that they can be compared. Leave --only out.")
     if timed:
         return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
     there = finished(recipe, folders, again=again)

@@ -246,7 +246,8 @@ def _difference(arm: Result, results: Result) -> str:
     by = results["measure"]
     pair = arm["against"] and arm["against"][by]
     if arm.get("like"):
-        return f"as {arm['like']}"
+        against = arm["against"]["arm"] if arm["against"] else results["against"]
+        return f"as {arm['like']}" + ("" if against in (results["against"], arm["like"]) else f", ratios to {against}")
     if not pair or pair["mean"] is None:
         return ""
     said = _signed(pair["mean"], by)
@@ -395,6 +396,8 @@ def _section(r: Result, drawn: str) -> str:
     parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
     parts += [f"**Not complete:** {missing} of {r['runs']['of']} runs are missing."] if missing else []
     parts += [f"Not shown before they have two seeds: {'; '.join(wait)}."] if wait else []
+    untimed = [a["name"] for a in r["arms"] if a.get("like") and not a.get("time")]
+    parts += [f"Not shown before they are timed: {'; '.join(untimed)}."] if untimed else []
     r = judged(r)
     if not r["arms"]:
         return "\n\n".join([*parts, _made(r)]) + "\n"
@@ -487,12 +490,14 @@ def figure(results: Result, path: Path) -> None:
 
 
 def by_memory(results: Result) -> tuple[str, list[tuple[Result, float]]] | None:
-    """Arms with their share of memory: of the peak where it is known for all, else of what is held. None: there is nothing to compare."""
+    """Arms with their share of memory: of the peak where it is known for all that are trained, else of what is held. None: there is nothing
+    to compare."""
     arms = [a for a in results["arms"] if a["mean"][results["measure"]] is not None]
+    trained = sum(not a.get("like") for a in arms)
     for measure in ("peak", "held"):
         shares = [(a, 1.0 if a["against"] is None else a["against"]["ratio"][measure]) for a in arms]
         known = [(a, share) for a, share in shares if share is not None]
-        if len(known) == len(arms) >= 3 and len({round(share, 2) for _, share in known}) > 1:
+        if len(known) >= 3 and sum(not a.get("like") for a, _ in known) == trained and len({round(share, 2) for _, share in known}) > 1:
             return measure, known
     return None
 
@@ -504,6 +509,7 @@ def memory_figure(results: Result, path: Path) -> None:
 
     found = by_memory(results)
     if found is None:
+        path.unlink(missing_ok=True)
         return
     measure, arms = found
     by = results["measure"]

@@ -98,8 +98,8 @@ def _give_memory_back(training: Training) -> None:
 
 
 def time_arms(runs: Sequence[Run], path: Path, at_once: int, say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Every arm of `runs` with its first seed, written to `path` when all are known. What fails is told, and left out."""
-    waiting = [r for r in runs if r.seed == runs[0].seed]
+    """Of every arm one run, written to `path` when all are known. What fails is told, and left out."""
+    waiting = list(runs)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="halfback-times-") as folder, contextlib.ExitStack() as stack:
         home = Path(folder)
