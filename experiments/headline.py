@@ -48,6 +48,7 @@ def figures(results: dict[str, Any], arm: dict[str, Any], row: dict[str, Any]) -
         "top1_interval": difference["interval"],
         "top1": arm["mean"]["top1"],
         "seeds": difference["seeds"],
+        "trained": arm.get("like") or arm["name"],
         "asked": ASKED,
         "reached": {k: found[k] >= asked if k == "top1_difference" else found[k] <= asked for k, asked in ASKED.items()},
         "accuracy": {k: results[k] for k in ("name", "about", "devices", "versions", "commits", "dates") if k in results},

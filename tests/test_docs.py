@@ -194,7 +194,7 @@ def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     top1 = {"mean": -0.2, "interval": [-0.6, 0.2], "seeds": [0, 1]}
-    arm = {"method": "sbp(keep=0.5)", "group": module.GROUP, "mean": {"top1": 66.0}, "against": {"top1": top1}}
+    arm = {"name": "a", "method": "sbp(keep=0.5)", "group": module.GROUP, "mean": {"top1": 66.0}, "against": {"top1": top1}}
     row = {"part": "step", "model": module.MODEL, "compiled": True, "device": "cuda", "time_ratio": 0.9, "peak_ratio": 0.4}
     row |= dict.fromkeys(("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib"), 0)
     others = [{**row, "text": "sbp(keep=0.25)"}, {**row, "text": "sbp(keep=0.5)", "compiled": False}]

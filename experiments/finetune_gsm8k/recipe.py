@@ -14,11 +14,18 @@ METHODS = {
     "DropIT, keep 0.1": "dropit(keep=0.1, exact_first=False)",
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
 }
+THIRD = "SBP on the last third, Lean, loss in parts, Recompute"
 COMPILED = {
     "Lean, loss in parts, Recompute": "lean+chunkedloss+recompute(layers='first 2/5')",
     "SBP on the last half, Lean, loss in parts": "sbp(keep=0.5, layers='last 1/2')+lean+chunkedloss",
-    "SBP on the last third, Lean, loss in parts, Recompute": "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss"
-    "+recompute(layers='first 1/10')",
+    THIRD: "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1/10')",
+}
+LESS = {  # fewer blocks recomputed, with the same gradients
+    "Lean, loss in parts, a fifth recomputed": ("lean+chunkedloss+recompute(layers='first 1/5')", "Lean, loss in parts, Recompute"),
+    "SBP on the last third, Lean, loss in parts, one block recomputed": (
+        "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1')",
+        THIRD,
+    ),
 }
 
 
@@ -29,6 +36,10 @@ def arms() -> tuple[Arm, ...]:
     exact = "exact, compiled"
     found.append(Arm(exact, "exact", compiled, group="compiled", against=exact))
     found += [Arm(f"{name}, compiled", method, compiled, group="compiled", against=exact) for name, method in COMPILED.items()]
+    found += [
+        Arm(f"{name}, compiled", method, compiled, group="compiled", against=exact, like=f"{like}, compiled")
+        for name, (method, like) in LESS.items()
+    ]
     lora = {"model": f"{MODELS}:smollm2_lora", "lr": 1e-3}
     found.append(Arm("LoRA", "exact", lora, group="LoRA"))
     found += [
