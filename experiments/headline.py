@@ -30,7 +30,8 @@ def headline(results: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, A
     if not arms:
         raise ValueError(f"headline: {RECIPE} has no two seeds of a {GROUP} arm. `halfback reproduce {RECIPE}` trains them.")
     same = {"part": "step", "model": MODEL, "compiled": True, "device": "cuda"}
-    timed = {r["text"]: r for r in rows if "failed" not in r and same.items() <= r.items()}  # the newest of each
+    measured = [r for r in rows if "failed" not in r and same.items() <= r.items()]
+    timed = {r["text"]: r for r in measured if r["batch"] == measured[-1]["batch"]}  # the newest of each, at the newest batch
     found = [figures(results, arm, timed[arm["method"]]) for arm in arms if arm["method"] in timed]
     if not found:
         how = " ".join(f'--method "{arm["method"]}"' for arm in arms)

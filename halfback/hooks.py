@@ -62,7 +62,7 @@ CANNOT_TELL = (
 
 @constant
 def in_backward() -> bool:
-    """While a frame is traced: is that in a backward pass, which computes it again?"""
+    """Does a backward pass compute something again? Asked while a frame is traced, too."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -136,7 +136,7 @@ class State:
             self.start()
             return self._at(self._draw(self.key, *where), self.key, *where)
         storage = x.untyped_storage()._cdata
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             if storage not in self.seen:
                 raise RuntimeError(CANNOT_TELL.format(block))
             return self._at(*self.seen[storage], *where)
@@ -570,7 +570,7 @@ class Recomputed(Standin):
         if torch.compiler.is_compiling():
             with STEADY:
                 return self.plain(*args, **kwargs)
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return self.plain(*args, **kwargs)
         before = [(b, b.detach().clone()) for b in self.module.buffers() if not isinstance(b, FakeTensor)]
         try:

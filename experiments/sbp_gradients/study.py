@@ -2,7 +2,7 @@
 
     python experiments/sbp_gradients/study.py --data DIR --device cuda              a ViT-S/4 and the ConvNeXt, on CIFAR-100
     python experiments/sbp_gradients/study.py --data digits --epochs 16 --batch 64 --seeds 5 --out experiments/sbp_gradients_digits
-                                                                                    half an hour on a CPU
+                                                                                    ten minutes on a CPU
 
 gradients     at the start, in the middle and at the end of an exact training: cosine, scale and squared bias of each variant's gradient
               by layer, over several batches and masks (figures 2, 3, 5, 6, 8)
