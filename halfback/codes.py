@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .kernels import code_bits
+from .notes import constant
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 # Inputs of activations in trained transformers have deviations of 1 to 2; wider, so that the tails are not all in one cell.
@@ -93,8 +94,18 @@ def _error(sums: list[np.ndarray], start, end):
 _ON_DEVICE: dict[tuple[str, int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
+@constant
+def _numbers(name: str, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """cells(), as a graph can have them."""
+    edges, values = cells(name, bits)
+    return tuple(edges.tolist()), tuple(values.tolist())
+
+
 def table(name: str, bits: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """(edges, values) as fp32 tensors, to give to kernels.encode and kernels.scale_by_code."""
+    if torch.compiler.is_compiling():
+        numbers = _numbers(name, bits)
+        return torch.tensor(numbers[0], device=device), torch.tensor(numbers[1], device=device)
     key = (name, bits, torch.device(device))
     if key not in _ON_DEVICE:
         edges, values = (torch.from_numpy(a).to(device) for a in cells(name, bits))

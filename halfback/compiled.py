@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from . import codes, kernels
+from . import kernels
 from .attention import cast, multi_head
+from .gates import Gate, Gated
 from .layers import Coded, StoredLinear, code_name
-from .notes import constant, uncompiled
+from .notes import uncompiled
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
 
@@ -39,6 +40,7 @@ AGAIN = frozenset(
 
 
 VIEWS = frozenset("transpose permute reshape flatten view contiguous".split())
+PRODUCTS = ("mul", "__mul__", "__rmul__")
 LAYERS = {"linear": 0, "addmm": 1}  # and which of their arguments is what they read
 
 # For torch.compile(model, options=...) of a model with recomputed blocks. Left to itself, the compiler keeps a block's largest tensors when
@@ -93,6 +95,8 @@ class Marking(TorchFunctionMode):
         self.marked: set[Tensor] = set()  # outputs of marked functions
         self.normed: list[Tensor] = []  # outputs of norms
         self.alone: list[Tensor] = []  # outputs that nobody needs but the layers that read them
+        self.factors: list[tuple[Tensor, Tensor, Gate]] = []  # outputs of coded activations, and their inputs
+        self.products: list[tuple[Tensor, Gate, list[Tensor]]] = []  # of such outputs, and what is held of the factors
         self.attended: list[Tensor] = []  # what attention gave, and views of it
         self.projected: list[Tensor] = []  # what a layer made of that, and views of it
 
@@ -116,7 +120,7 @@ class Marking(TorchFunctionMode):
                 return out
         if kwargs.get("inplace"):
             return self.in_place(func, args, kwargs) if name in AGAIN else func(*args, **kwargs)
-        if self.watch.store is not None and self.watch.on:
+        if self.watch.approximates:
             out = self.approximate(name, args, kwargs)
             if out is not None:
                 return out
@@ -173,9 +177,12 @@ class Marking(TorchFunctionMode):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
             code = code_name(name, kwargs)
-            out = Coded.apply(args[0], *_table(code, bits, args[0].device), code)
+            out = Coded.apply(args[0], code, bits)
             self.alone.append(out)
+            self.factors.append((out, args[0], Gate(code, bits)))
             return out
+        if name in PRODUCTS and len(args) == 2:
+            return self.product(*args)
         if name == "relu" and args[0].requires_grad and not _among(args[0], self.normed):
             out = SignedReLU.apply(args[0])
             self.alone.append(out)
@@ -184,11 +191,25 @@ class Marking(TorchFunctionMode):
             return self.layer(name, args, kwargs)
         return None
 
+    def product(self, a: Any, u: Any) -> Tensor | None:
+        """f(g) * u, of an activation that would hold a code: then nobody reads the code, and it falls away."""
+        for made, g, gate in self.factors:
+            other = u if a is made else a if u is made else None
+            if isinstance(other, Tensor) and other is not made and other.requires_grad and (other.shape, other.dtype) == (g.shape, g.dtype):
+                out, *held = Gated.apply(g, other, made.detach(), gate)
+                self.alone.append(out)
+                self.products.append((out, gate, held))
+                return out
+        return None
+
     def layer(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
-        if self.watch.draws() or not self.watch.wants(args[1]):
+        if self.watch.store is None or self.watch.draws() or not self.watch.wants(args[1]):
             return None
         x, weight, bias = cast(args[0]), cast(args[1]), cast(args[2] if len(args) > 2 else kwargs.get("bias"))
         axis = -1 if name == "linear" else 1
+        for made, gate, held in self.products:
+            if x is made and name == "linear":
+                return StoredLinear.apply(x, weight, bias, gate, 0, *held)
         store, seed = self.watch.store_for(x, weight, axis), self.watch.method.seed
         if store.bytes(Layout.of(x), axis) >= x.numel() * x.itemsize:
             return None
@@ -214,17 +235,6 @@ def _given(args: tuple, kwargs: dict, place: int, name: str, default: Any) -> An
 
 def _among(x: Tensor, made: list[Tensor]) -> bool:
     return any([x is t for t in made])
-
-
-@constant
-def _cells(name: str, bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    edges, values = codes.cells(name, bits)
-    return tuple(edges.tolist()), tuple(values.tolist())
-
-
-def _table(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    edges, values = _cells(name, bits)
-    return torch.tensor(edges, device=device), torch.tensor(values, device=device)
 
 
 def _settings(dims: int, args: tuple, kwargs: dict) -> tuple | None:

@@ -12,6 +12,7 @@
                  A convolution whose weight is frozen holds nothing of its input.
     activation   DropIT(activation_bits=4): gelu and silu hold a code of their derivative instead of their input;
                  dx = dy f'(x)             approximate, f'(x) from a table of 16 values
+    product      with activation_bits, of such an activation: few-bit copies of both factors (gates.py)    approximate
 
 A row is a function of (ledger, func, args, kwargs) that runs func and settles what it saved. Functions without a row are run as they are,
 and what they save is held exactly.
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
+from .gates import RUN, Gate, Gated
 from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
@@ -57,7 +59,7 @@ class Rules(dict[Callable, Rule | None]):
         plain, changes = plain_name(name), changes_in_place(name)
         run = _row(func, plain, changes)
         again = (getattr(torch, plain, None) or getattr(F, plain, None)) if changes else func
-        self[func] = None if run is None else Rule(run, plain, changes, run in (cheap, signs, activation), again)
+        self[func] = None if run is None else Rule(run, plain, changes, run in (cheap, signs, activation, product), again)
         return self[func]
 
 
@@ -81,6 +83,8 @@ def _row(func: Callable, plain: str, changes: bool) -> Callable | None:
         return layer
     if plain in CODED:
         return activation
+    if plain == "mul" and not changes:
+        return product
     if plain in CHEAP:
         return cheap
     return as_it_is if changes else None
@@ -382,6 +386,8 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if len(args) <= second or not ordinary(args[first]) or not ordinary(args[second]):
         return func(*args, **kwargs)
     x, weight = args[first], args[second]
+    by_factors = _by_factors(ledger, x)
+    ledger.factors.take(x)
     state = autocast_state(x)
     if state is not None and _is_cast(x, state[1]):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
@@ -400,6 +406,8 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
             ledger.settle(entry)
         elif axis == 1 and not weight.requires_grad:
             ledger.conclude(entry, Blank(t), geometry(t), ledger.value(t))
+        elif plan is not None and by_factors is not None:
+            ledger.conclude(entry, by_factors, geometry(t), ledger.value(t))
         elif plan is not None:
             ledger.store(entry, plan.store, axis, True, plan.seed, plan.firm)
         else:
@@ -430,12 +438,13 @@ def _copy_of(use: Use, t: Tensor) -> Recipe:
 
 
 class StoredLinear(torch.autograd.Function):
-    """dx = dy W and db exact; dW = dy' x_hat, x_hat from a store. Of rows only the kept ones are multiplied."""
+    """dx = dy W and db exact; dW = dy' x_hat, x_hat from a store, or from what it holds of x already. Of rows only the kept ones are
+    multiplied."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int):
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int, *held: Tensor):
         ctx.store, ctx.layout = store, Layout.of(x.contiguous())
-        ctx.save_for_backward(weight, *store.compress(x.contiguous(), -1, seed))
+        ctx.save_for_backward(weight, *(held or store.compress(x.contiguous(), -1, seed)))
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -454,7 +463,7 @@ class StoredLinear(torch.autograd.Function):
             grad_x = grad @ weight
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, *[None] * len(held)
 
 
 def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -470,27 +479,27 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
         or torch.is_autocast_enabled(x.device.type)
     ):
         return F.linear(x, weight, bias)
-    with ledger.instead_of(x, str(plan.store)):
+    with ledger.instead_of(str(plan.store), x):
         return StoredLinear.apply(x, weight, bias, plan.store, plan.seed)
-
-
-RUN: dict[str, Callable] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 
 
 class Coded(torch.autograd.Function):
     """An activation that remembers a code of its derivative: dx = dy * table[code]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, edges: Tensor, table: Tensor, name: str):
-        ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges), table)
+    def forward(ctx, x: Tensor, name: str, bits: int):
+        ctx.name, ctx.bits = name, bits
+        edges, _ = codes.table(name, bits, x.device)
+        ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges))
         return RUN[name](x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        code, table = ctx.saved_tensors
+        (code,) = ctx.saved_tensors
         grad = grad.contiguous()
-        return kernels.scale_by_code(grad.view(-1), code, table).view(grad.shape), None, None, None
+        _, values = codes.table(ctx.name, ctx.bits, grad.device)
+        return kernels.scale_by_code(grad.view(-1), code, values).view(grad.shape), None, None
 
 
 def code_name(name: str, kwargs: dict) -> str:
@@ -505,8 +514,34 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
     if bits is None or changes or not x.requires_grad or not ordinary(x):
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, kwargs)
-    with ledger.instead_of(x, f"a {bits}-bit code of its derivative"):
-        return Coded.apply(x, *codes.table(name, bits, x.device), name)
+    with ledger.instead_of(f"a {bits}-bit code of its derivative", x):
+        out = Coded.apply(x, name, bits)
+    ledger.factors.note(out, x, Gate(name, bits))  # it may become one of a product
+    return out
+
+
+def product(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """f(g) * u, of an activation that would hold a code."""
+    for a, u in ((args[0], args[1]), (args[1], args[0])) if len(args) == 2 and not kwargs else ():
+        g, gate = ledger.factors.take(a) or (None, None)
+        if g is None or u is a or not ordinary(u) or not u.requires_grad or (u.shape, u.dtype) != (g.shape, g.dtype):
+            continue
+        with ledger.instead_of(str(gate), g, a, u):
+            out, *held = Gated.apply(g, u, a.detach(), gate)
+        if out.is_contiguous():
+            ledger.products.note(out, gate, tuple(held))
+        return out
+    return cheap(ledger, func, args, kwargs)
+
+
+def _by_factors(ledger: Ledger, x: Tensor) -> Stored | None:
+    """What is held of the factors whose product x is; nothing is held for x itself."""
+    gate, held = ledger.products.take(x) or (None, ())
+    if gate is None:
+        return None
+    stored = Stored(gate, Layout.of(x), held, ledger.outer, approximate=True)
+    stored.nbytes = 0
+    return stored
 
 
 def opened(func: Any) -> Any:

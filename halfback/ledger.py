@@ -475,6 +475,18 @@ class Rule:
     again: Callable | None  # what computes, out of place, what it makes
 
 
+class Remembered(dict[int, Any]):
+    """Something about tensors, for the first who asks, as long as they are there."""
+
+    def note(self, t: Tensor, *about: Any) -> None:
+        key = id(t)
+        self[key] = weakref.ref(t, lambda _: self.pop(key, None)), about
+
+    def take(self, t: Any) -> tuple | None:
+        ref, about = self.pop(id(t), None) or (_nothing, None)
+        return about if ref() is t else None
+
+
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
     """The frame right outside, if there is one, has nothing to do, and would be called for every shape that the one inside looks at."""
@@ -507,7 +519,9 @@ class Ledger(TorchFunctionMode):
         self.total = 0  # bytes of all that was saved so far
         self.known: Any = frozenset()  # storages of buffers, which are there anyway
         self.statistics = False  # a norm's are being saved
-        self.stands_for: tuple[Value, str] | None = None  # what plain training would save instead, and what is saved now
+        self.stands_for: tuple[tuple[Value, ...], str] | None = None  # what plain training would save instead, and what is saved now
+        self.factors = Remembered()  # the inputs of activations, for products of what they made: see layers.product
+        self.products = Remembered()  # what is held of the factors of such products
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
@@ -521,6 +535,8 @@ class Ledger(TorchFunctionMode):
             self.within.ledger = before
             self.values.clear()
             self.uses.clear()
+            self.factors.clear()
+            self.products.clear()
 
     def mine(self) -> bool:
         """Are we the ones that saved tensors reach? In a checkpointed region they may not be."""
@@ -680,12 +696,12 @@ class Ledger(TorchFunctionMode):
         source.join(place)
         self.total += value.nbytes
         if self.tell is not None and not value.free:
-            self.tell.saved(entry, *(self.stands_for or (value, "")))
+            self.tell.saved(entry, *(self.stands_for or ((value,), "")))
 
     @contextlib.contextmanager
-    def instead_of(self, t: Tensor, what: str) -> Iterator[None]:
-        """What is saved meanwhile stands for t."""
-        self.stands_for = self.value(t), what
+    def instead_of(self, what: str, *tensors: Tensor) -> Iterator[None]:
+        """What is saved meanwhile stands for these."""
+        self.stands_for = tuple([self.value(t) for t in tensors]), what
         try:
             yield
         finally:

@@ -103,12 +103,13 @@ class Watch:
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
         self.on, self.paused = True, 0  # paused: by how many `exact`
+        self.exact = not isinstance(method, DropIT)
         self.set_keep(getattr(method, "keep", 1.0))
-        self.firm = isinstance(method, DropIT) and not method.exact_first
+        self.firm = not self.exact and not method.exact_first
         self.calls = 0
         # Whose weights are meant, for a tracer, which knows no names; or, as that is shorter, whose are not. Weak: FSDP puts parts of them
         # in their places, and frees them.
-        self.all_but = not isinstance(method, DropIT) or method.layers in ("all", "all but first")
+        self.all_but = self.exact or method.layers in ("all", "all but first")
         weights = [(layer_name(n) in self.chosen, p) for n, p in model.named_parameters() if p.ndim > 1]
         self.weights = [weakref.ref(p) for wanted, p in weights if self.chosen and wanted is not self.all_but]
         self._reset()
@@ -128,7 +129,7 @@ class Watch:
         self._reset()
 
     def set_keep(self, keep: float) -> None:
-        self.store, self.grouped = (self.method.store(keep, g) if isinstance(self.method, DropIT) else None for g in (False, True))
+        self.store, self.grouped = (None if self.exact else self.method.store(keep, g) for g in (False, True))
 
     def mark(self) -> int:
         """Where the draws stand; `rewind` goes back there."""
@@ -138,8 +139,12 @@ class Watch:
         self.calls = mark
 
     @property
+    def approximates(self) -> bool:
+        return self.on and not self.exact
+
+    @property
     def activation_bits(self) -> int | None:
-        return self.method.activation_bits if isinstance(self.method, DropIT) and self.on else None
+        return self.method.activation_bits if self.approximates else None
 
     def name_of(self, weight: Tensor) -> str:
         """The layer that a weight, or a part of one, belongs to; empty where it is computed."""
@@ -165,7 +170,7 @@ class Watch:
 
     def draws(self) -> bool:
         """Does the store draw random numbers?"""
-        return isinstance(self.method, DropIT) and (self.method.select == "random" or self.method.stochastic)
+        return not self.exact and (self.method.select == "random" or self.method.stochastic)
 
     def wants(self, weight: Tensor) -> bool:
         """Is a weight's gradient to be approximated? While a model is traced, names cannot be looked up."""
@@ -174,7 +179,7 @@ class Watch:
         return any([weight is ref() for ref in self.weights]) is not self.all_but
 
     def open(self) -> Any:
-        if not self.looked and self.store is None:  # DropIT's ledger works where a compiled module falls back to eager mode
+        if not self.looked and self.exact:  # DropIT's ledger works where a compiled module falls back to eager mode
             self.looked = True
             model: Any = self._model()
             for module in model.modules():
@@ -220,7 +225,7 @@ class Watched(Standin):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             again = checkpointed()
-            if again and watch.store is None:  # Lean has nothing to add there
+            if again and not watch.approximates:  # Lean has nothing to add there
                 return self.plain(*args, **kwargs)
             if marks(watch):  # as around the root: in a block's own marking, the root's would see what that makes of functions, once more
                 return self.plain(*args, **kwargs)
@@ -244,7 +249,7 @@ class Account:
 
     def __init__(self, watch: Watch):
         self.watch = watch
-        self.heard: list[tuple[str, str, Any, Value, str]] = []
+        self.heard: list[tuple[str, str, Any, tuple[Value, ...], str]] = []
         self.layer = self.function = ""
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> None:
@@ -258,15 +263,16 @@ class Account:
         elif self.layer and not self.layer.startswith("after "):
             self.layer = f"after {self.layer}"
 
-    def saved(self, entry: Entry, value: Value, what: str) -> None:
-        self.heard.append((self.layer, self.function, weakref.ref(entry), value, what))
+    def saved(self, entry: Entry, values: tuple[Value, ...], what: str) -> None:
+        """An entry, and what plain training would hold in its place."""
+        self.heard.append((self.layer, self.function, weakref.ref(entry), values, what))
 
     def close(self) -> None:
         """At the end of the forward: what is still alive, a row for each call that saved something."""
         holders: dict[int, str] = {}  # of what is held: who was the first to save it
         counted: set[int] = set()
         rows: dict[tuple[str, str], Row] = {}
-        for layer, function, ref, value, what in self.heard:
+        for layer, function, ref, values, what in self.heard:
             entry = ref()
             if entry is None:
                 continue
@@ -274,13 +280,13 @@ class Account:
             me = f"{function} {layer}".strip()
             kept = {id(k): k for k in entry.source.leaves() if k.nbytes}  # a parameter has none
             new = [k for key, k in kept.items() if key not in holders]
-            if value.nbytes > 1024:  # counts and statistics need no words
+            if any(v.nbytes > 1024 for v in values):  # counts and statistics need no words
                 others = [holders[key] for key in kept if key in holders]
                 row.add(what or _how(entry.source, [o for o in others if o != me], bool(new) or me in others))
-            row.stored = row.stored or any(isinstance(k, Stored) and k.approximate for k in kept.values())
-            row.before += 0 if id(value) in counted else value.nbytes
+            row.stored = row.stored or any(isinstance(k, Stored) and k.approximate for k in entry.source.leaves())
+            row.before += sum(v.nbytes for v in values if id(v) not in counted)
             row.after += sum(k.nbytes for k in new)
-            counted.add(id(value))
+            counted |= {id(v) for v in values}
             holders |= {id(k): me for k in new}
         for row in rows.values():
             row.how = row.how or ["held"]

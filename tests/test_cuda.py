@@ -228,6 +228,8 @@ def check_compiled() -> None:
 COMPILED = (
     ("tv_vit", "sbp(keep=0.5)+recompute"),
     ("tv_vit", "dropit(keep=0.2, activation_bits=4)"),
+    ("llama", "dropit(bits=4, activation_bits=4)"),
+    ("llama", "dropit(activation_bits=8)"),
     ("resnet", "dropit(bits=8)"),
     ("resnet, channels_last", "dropit(bits=8)"),
 )

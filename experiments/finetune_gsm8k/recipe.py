@@ -16,6 +16,8 @@ METHODS = {
 }
 THIRD = "SBP on the last third, Lean, loss in parts, Recompute"
 COMPILED = {
+    "DropIT, 8 bits, loss in parts": "dropit(activation_bits=8)+chunkedloss",
+    "DropIT, 4 bits, loss in parts": "dropit(activation_bits=4)+chunkedloss",
     "Lean, loss in parts, Recompute": "lean+chunkedloss+recompute(layers='first 2/5')",
     "SBP on the last half, Lean, loss in parts": "sbp(keep=0.5, layers='last 1/2')+lean+chunkedloss",
     THIRD: "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1/10')",

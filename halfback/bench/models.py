@@ -192,7 +192,7 @@ MODELS = {
         Spec("convnext-b", "ConvNeXt-B", "convnext", convnext, pictures, 128, 224, CONVNEXT_B),
         Spec("swin-t", "Swin-T", "swin", swin, pictures, 128, 224, SWIN_T),
         Spec("resnet-50", "ResNet-50", "resnet", resnet, pictures, 256, 224, {"depths": (3, 4, 6, 3)}, layout=torch.channels_last),
-        Spec("smollm2", "SmolLM2-135M", "llama", llama, texts(49152), 16, 512, SMOLLM2, **TEXT),
+        Spec("smollm2", "SmolLM2-135M", "llama", llama, texts(49152), 64, 512, SMOLLM2, **TEXT),
         Spec("gpt2-medium", "GPT-2 medium", "gpt2", gpt2, texts(50257), 16, 1024, GPT2_M, **TEXT),
         Spec(
             "mask-rcnn",
