@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from . import kernels
+from . import codes, kernels
 from .attention import cast, multi_head
 from .gates import Gate, Gated
-from .layers import Coded, StoredLinear, code_name
+from .layers import Coded, StoredLinear, changes_in_place, code_name, is_gated
 from .notes import uncompiled
 from .stores import Layout, Signs
 from .streams import _name, dispatch, find
@@ -41,6 +41,7 @@ AGAIN = frozenset(
 
 VIEWS = frozenset("transpose permute reshape flatten view contiguous".split())
 PRODUCTS = ("mul", "__mul__", "__rmul__")
+AWAITS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
 LAYERS = {"linear": 0, "addmm": 1}  # and which of their arguments is what they read
 
 # For torch.compile(model, options=...) of a model with recomputed blocks. Left to itself, the compiler keeps a block's largest tensors when
@@ -111,8 +112,7 @@ class Marking(TorchFunctionMode):
         name = _name(func)
         if name == "unflatten":  # the method is one of Python's, which cannot be traced here
             func = torch.unflatten
-        if name in ("add_", "__iadd__", "sub_", "mul_", "__isub__", "__imul__"):  # it is what the norm made no more
-            self.normed = [t for t in self.normed if t is not args[0]]
+        self.forget(name, args, kwargs)
         if name == "multi_head_attention_forward":  # inside which a mode is off
             with self:
                 out = multi_head(*args, **kwargs)
@@ -132,11 +132,21 @@ class Marking(TorchFunctionMode):
         self.follow(name, args, kwargs, out)
         return out
 
+    def forget(self, name: str, args: tuple, kwargs: dict) -> None:
+        """What is known of tensors that a function changes, or that somebody waits at. Of torch.relu_ and its like, called by themselves, a
+        mode hears nothing while a model is traced."""
+        inplace = kwargs.get("inplace") or any([a is True for a in args])  # of a dropout it is the last of four
+        if changes_in_place(name) or name in AWAITS or inplace or kwargs.get("out") is not None:
+            self.factors, self.products = [], []  # of all, as they may be seen through views
+        if name in ("add_", "__iadd__", "sub_", "mul_", "__isub__", "__imul__"):  # it is what the norm made no more
+            self.normed = [t for t in self.normed if t is not args[0]]
+
     def in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked."""
         with self:
             out = func(*args, **{**kwargs, "inplace": False})
         args[0].copy_(out)
+        self.factors, self.products = [], []
         return out
 
     def joins(self, name: str, args: tuple) -> bool:
@@ -171,17 +181,19 @@ class Marking(TorchFunctionMode):
     def approximate(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
         """DropIT's way to run a function, if there is one."""
         bits = self.watch.activation_bits
+        bits = bits and (4 if bits == 4 else 8)  # a number that stands here, as of a setting the compiler may make one that varies
         if not args:
             return None
         if name == "dropout" and _does_nothing(args, kwargs):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
             code = code_name(name, kwargs)
-            out = Coded.apply(args[0], code, bits)
-            self.alone.append(out)
-            self.factors.append((out, args[0], Gate(code, bits)))
+            out = Coded.apply(args[0], codes.Code(code, bits))
+            if out.requires_grad:
+                self.alone.append(out)
+                self.factors.append((out, args[0], Gate(code, bits)))
             return out
-        if name in PRODUCTS and len(args) == 2:
+        if name in PRODUCTS and len(args) == 2 and not kwargs:
             return self.product(*args)
         if name == "relu" and args[0].requires_grad and not _among(args[0], self.normed):
             out = SignedReLU.apply(args[0])
@@ -195,8 +207,8 @@ class Marking(TorchFunctionMode):
         """f(g) * u, of an activation that would hold a code: then nobody reads the code, and it falls away."""
         for made, g, gate in self.factors:
             other = u if a is made else a if u is made else None
-            if isinstance(other, Tensor) and other is not made and other.requires_grad and (other.shape, other.dtype) == (g.shape, g.dtype):
-                out, *held = Gated.apply(g, other, made.detach(), gate)
+            if is_gated(g, made, other):
+                out, *held = Gated.apply(g, other, made.detach(), gate, a is made)
                 self.alone.append(out)
                 self.products.append((out, gate, held))
                 return out

@@ -7,7 +7,7 @@
 Saved for backward: the two copies, `bits` bits an element and four bytes of scales for every 64. Plain training holds g, f(g), u and h.
 
 f is an activation whose derivative could be held as a code (codes.py). Behind a product the code alone would save nothing: f(g) is held for
-du, and u for dg.
+du, and u for dg. The gradient goes from h to g and u, and past f(g): who has a hook on f(g), or keeps its gradient, gets it, and a code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Gate:
     def _restored(self, held: Held, layout: Layout) -> Tensor:
         if torch.compiler.is_compiling():  # one kernel, with all that is computed from it
             codes, scales = held
-            return layout.of_flat(kernels.reference.dequantise(codes, scales, layout.n, self.bits, dtype=layout.dtype))
+            return kernels.reference.dequantise(codes, scales, layout.n, self.bits, dtype=layout.dtype).view(layout.size)
         return FewBits(self.bits).restore(held, layout)
 
     def restore(self, held: Held, layout: Layout) -> Tensor:
@@ -64,23 +64,24 @@ class Gate:
 
 
 class Gated(torch.autograd.Function):
-    """(h, what is held of g and u); `active` is f(g), which is there already."""
+    """(h, what is held of g and u); `active` is f(g), which is there already. `first`: of the two factors, in the model's order, on which
+    the product's strides depend."""
 
     @staticmethod
-    def forward(ctx, g: Tensor, u: Tensor, active: Tensor, gate: Gate):
+    def forward(ctx, g: Tensor, u: Tensor, active: Tensor, gate: Gate, first: bool):
         held = gate.compress(g, u)
-        ctx.gate, ctx.layout = gate, Layout.of(g.contiguous())
+        ctx.gate = gate
         ctx.save_for_backward(*held)
         ctx.mark_non_differentiable(*held)
-        return active * u, *held
+        return (active * u if first else u * active), *held
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        g, u = ctx.gate.factors(ctx.saved_tensors, ctx.layout)
+        g, u = ctx.gate.factors(ctx.saved_tensors, Layout.contiguous(grad.shape, grad.dtype, grad.device))
         grad_g = grad_u = None
         if ctx.needs_input_grad[0]:
             grad_g = BACKWARD[ctx.gate.name](grad * u, g)
         if ctx.needs_input_grad[1]:
             grad_u = grad * RUN[ctx.gate.name](g)
-        return grad_g, grad_u, None, None
+        return grad_g, grad_u, None, None, None

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import codes, kernels
 from .gates import RUN, Gate, Gated
-from .ledger import SMALL, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, geometry, ordinary
+from .ledger import SMALL, Approximated, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
 # Elementwise functions, casts and copies, by the name under which a function mode sees them, in place or not
@@ -386,8 +386,8 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if len(args) <= second or not ordinary(args[first]) or not ordinary(args[second]):
         return func(*args, **kwargs)
     x, weight = args[first], args[second]
-    by_factors = _by_factors(ledger, x)
     ledger.factors.take(x)
+    product = x
     state = autocast_state(x)
     if state is not None and _is_cast(x, state[1]):
         x = cheap(ledger, Tensor.to, (x, state[1]), {})  # as autocast would, where it can be seen
@@ -395,6 +395,7 @@ def layer(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     plan = ledger.within.store_of(x, weight, axis)
     if plan is not None and isinstance(plan.store, Rows) and axis == -1 and func is F.linear:
         return rows_linear(ledger, x, plan, *args[1:], **kwargs)
+    by_factors = _by_factors(ledger, product, x) if plan is not None and not ledger.within.draws() else None
     out, saved = ledger.watch(func, args, kwargs)
     own, others = (_key(x), _key(weight)) if saved else (0, 0)
     for entry in saved:
@@ -443,7 +444,7 @@ class StoredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int, *held: Tensor):
-        ctx.store, ctx.layout = store, Layout.of(x.contiguous())
+        ctx.store, ctx.dtype = store, x.dtype
         ctx.save_for_backward(weight, *(held or store.compress(x.contiguous(), -1, seed)))
         return F.linear(x, weight, bias)
 
@@ -453,11 +454,12 @@ class StoredLinear(torch.autograd.Function):
         weight, *held = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         flat = grad.reshape(-1, grad.shape[-1])
+        layout = Layout.contiguous((*grad.shape[:-1], weight.shape[1]), ctx.dtype, grad.device)
         if ctx.needs_input_grad[1] and isinstance(ctx.store, Rows):
-            values, index = ctx.store.rows(tuple(held), ctx.layout)
+            values, index = ctx.store.rows(tuple(held), layout)
             grad_weight = flat.index_select(0, index.long()).T @ values
         elif ctx.needs_input_grad[1]:
-            x = ctx.store.restore(tuple(held), ctx.layout)
+            x = ctx.store.restore(tuple(held), layout)
             grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
@@ -487,19 +489,19 @@ class Coded(torch.autograd.Function):
     """An activation that remembers a code of its derivative: dx = dy * table[code]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, name: str, bits: int):
-        ctx.name, ctx.bits = name, bits
-        edges, _ = codes.table(name, bits, x.device)
+    def forward(ctx, x: Tensor, code: codes.Code):
+        ctx.code = code
+        edges, _ = code.table(x.device)
         ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges))
-        return RUN[name](x)
+        return RUN[code.name](x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        (code,) = ctx.saved_tensors
+        (held,) = ctx.saved_tensors
         grad = grad.contiguous()
-        _, values = codes.table(ctx.name, ctx.bits, grad.device)
-        return kernels.scale_by_code(grad.view(-1), code, values).view(grad.shape), None, None
+        _, values = ctx.code.table(grad.device)
+        return kernels.scale_by_code(grad.view(-1), held, values).view(grad.shape), None
 
 
 def code_name(name: str, kwargs: dict) -> str:
@@ -515,33 +517,44 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, kwargs)
     with ledger.instead_of(f"a {bits}-bit code of its derivative", x):
-        out = Coded.apply(x, name, bits)
-    ledger.factors.note(out, x, Gate(name, bits))  # it may become one of a product
+        out = Coded.apply(x, codes.Code(name, bits))
+    ledger.factors.note(out, x, x._version, Gate(name, bits))  # it may become one of a product
     return out
 
 
 def product(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     """f(g) * u, of an activation that would hold a code."""
-    for a, u in ((args[0], args[1]), (args[1], args[0])) if len(args) == 2 and not kwargs else ():
-        g, gate = ledger.factors.take(a) or (None, None)
-        if g is None or u is a or not ordinary(u) or not u.requires_grad or (u.shape, u.dtype) != (g.shape, g.dtype):
+    for i in range(2) if len(args) == 2 and not kwargs else ():
+        a, u = args[i], args[1 - i]
+        g, version, gate = ledger.factors.take(a) or (None, 0, None)
+        if g is None or g._version != version or not is_gated(g, a, u) or not ordinary(u):
             continue
         with ledger.instead_of(str(gate), g, a, u):
-            out, *held = Gated.apply(g, u, a.detach(), gate)
+            out, *held = Gated.apply(g, u, a.detach(), gate, i == 0)
         if out.is_contiguous():
-            ledger.products.note(out, gate, tuple(held))
+            ledger.products.note(out, gate, ledger.bind(tuple(held)))
         return out
     return cheap(ledger, func, args, kwargs)
 
 
-def _by_factors(ledger: Ledger, x: Tensor) -> Stored | None:
-    """What is held of the factors whose product x is; nothing is held for x itself."""
-    gate, held = ledger.products.take(x) or (None, ())
+def is_gated(g: Tensor, a: Tensor, u: Any) -> bool:
+    """Is a, which an activation made of g, one factor of two, and the other one u? A gradient that somebody waits for at a has to go
+    there."""
+    awaited = a._backward_hooks or a.retains_grad
+    return not awaited and isinstance(u, Tensor) and u is not a and u.requires_grad and (u.shape, u.dtype) == (g.shape, g.dtype)
+
+
+def _by_factors(ledger: Ledger, product: Tensor, x: Tensor) -> Approximated | None:
+    """A product from what is held of its factors. x is what a layer reads: the product, or a cast of it."""
+    gate, held = ledger.products.take(product) or (None, ())
     if gate is None:
         return None
-    stored = Stored(gate, Layout.of(x), held, ledger.outer, approximate=True)
-    stored.nbytes = 0
-    return stored
+    recipe = Recipe(_restored, (gate, held, Layout.of(x)), {})
+    return Approximated(recipe, geometry(x), ledger.fill(recipe.args), {})
+
+
+def _restored(gate: Gate, held: tuple[Tensor, ...], layout: Layout) -> Tensor:
+    return gate.restore(held, layout)
 
 
 def opened(func: Any) -> Any:

@@ -46,6 +46,7 @@ SMALL = 256  # a layer's input of less than this part of all that was saved befo
 FAR = 8  # a value is not computed from a storage of more than so many times its bytes, which might be held for it alone
 LIMIT = 12  # gelu_new, written out, is 8 passes; a residual join with its norm and ReLU is 3
 NEVER = 1 << 62
+TWICE = "halfback: double backward (create_graph=True) through DropIT is not supported. Use hb.exact(model)."
 STRIDED = torch.strided
 ORDINARY = frozenset((Tensor, nn.Parameter, FakeTensor))
 Geometry = tuple[tuple[int, ...], tuple[int, ...], Any, torch.dtype]  # size, stride, offset, dtype
@@ -282,6 +283,17 @@ class Computed(Shared):
             yield from fill.source.leaves()
 
 
+class Approximated(Computed):
+    """The same, from what is held of others in few bits."""
+
+    __slots__ = ()
+
+    def make(self) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(TWICE)
+        return super().make()
+
+
 class Inner(Computed):
     """What a function saved of its own intermediate values: it is run again as autograd saw it, and what it saves is collected."""
 
@@ -329,7 +341,7 @@ class Stored:
             t = _laid_out(source.get(seen_as), seen_as)
             return t.as_strided(size, stride, t.storage_offset())
         if self.approximate and torch.is_grad_enabled():
-            raise RuntimeError("halfback: double backward (create_graph=True) through DropIT is not supported. Use hb.exact(model).")
+            raise RuntimeError(TWICE)
         held = tuple([t.value() for t in self.held]) if self.outer else self.held
         return self.store.restore(held, self.layout).as_strided(size, stride)
 
@@ -476,15 +488,18 @@ class Rule:
 
 
 class Remembered(dict[int, Any]):
-    """Something about tensors, for the first who asks, as long as they are there."""
+    """Something about tensors, for the first who asks, as long as they are there, and as they were."""
 
     def note(self, t: Tensor, *about: Any) -> None:
         key = id(t)
-        self[key] = weakref.ref(t, lambda _: self.pop(key, None)), about
+        self[key] = weakref.ref(t, lambda _: self.pop(key, None)), t._version, geometry(t), about
 
     def take(self, t: Any) -> tuple | None:
-        ref, about = self.pop(id(t), None) or (_nothing, None)
-        return about if ref() is t else None
+        noted = self.pop(id(t), None)
+        if noted is None or noted[0]() is not t:
+            return None
+        _, version, shape, about = noted
+        return about if t._version == version and t.requires_grad and geometry(t) == shape else None
 
 
 @contextlib.contextmanager

@@ -50,6 +50,10 @@ class Layout:
         stride = x.stride() if is_dense(x) else torch.empty(x.shape, device="meta").stride()
         return Layout(x.shape, tuple(stride), x.dtype, x.device)
 
+    @staticmethod
+    def contiguous(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Layout:
+        return Layout(torch.Size(size), tuple([math.prod(size[i + 1 :]) for i in range(len(size))]), dtype, device)
+
     @property
     def n(self) -> int:
         return math.prod(self.size)

@@ -18,7 +18,7 @@ from . import layers
 from .blocks import patterns_of
 from .compiled import Marking, marks
 from .hooks import Standin, checkpointed
-from .ledger import Blank, Entry, Exact, Ledger, Stored, Value
+from .ledger import Approximated, Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import constant, listen, note, rank
 
@@ -283,10 +283,12 @@ class Account:
             if any(v.nbytes > 1024 for v in values):  # counts and statistics need no words
                 others = [holders[key] for key in kept if key in holders]
                 row.add(what or _how(entry.source, [o for o in others if o != me], bool(new) or me in others))
-            row.stored = row.stored or any(isinstance(k, Stored) and k.approximate for k in entry.source.leaves())
-            row.before += sum(v.nbytes for v in values if id(v) not in counted)
+            row.stored = row.stored or isinstance(entry.source, Approximated)
+            row.stored = row.stored or any(isinstance(k, Stored) and k.approximate for k in kept.values())
+            new_ones = {id(v): v for v in values if id(v) not in counted}
+            row.before += sum(v.nbytes for v in new_ones.values())
             row.after += sum(k.nbytes for k in new)
-            counted |= {id(v) for v in values}
+            counted |= new_ones.keys()
             holders |= {id(k): me for k in new}
         for row in rows.values():
             row.how = row.how or ["held"]

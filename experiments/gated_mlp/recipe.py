@@ -1,0 +1,51 @@
+"""Gated MLPs whose two factors are held in few bits: what it costs a small language model that is trained from scratch."""
+
+from halfback.train import Arm, Recipe, Settings
+
+
+def verdict(results: dict) -> str:
+    found = {a["name"]: a for a in results["arms"]}
+
+    def told(name: str) -> str:
+        difference = found[name]["against"]["test_loss"]
+        held = found[name]["mean"]["held"] / found["exact"]["mean"]["held"]
+        clear = "" if difference["clear"] else ", not clear of zero"
+        return f"{difference['mean']:+.4f}".replace("-", "\u2212") + f"{clear}, with {held:.2f} of what exact training holds"
+
+    return (
+        f"The test loss changes by {told('8 bits')} in 8 bits, and by {told('4 bits')} in 4. "
+        f"Lean, which is exact, holds {found['Lean']['mean']['held'] / found['exact']['mean']['held']:.2f}."
+    )
+
+
+RECIPE = Recipe(
+    title="Gated MLPs in few bits, on Shakespeare",
+    about="A decoder of four layers with gated MLPs, `silu(g) * u`, learns tinyshakespeare byte by byte. `activation_bits` holds few-bit "
+    "copies of both factors, and the layer behind them takes its weight's gradient from those. Judged by the loss of the test part.",
+    paper="Not in the papers.",
+    base=Settings(
+        model="experiments/gated_mlp/decoder.py:decoder",
+        data="text",
+        epochs=1,
+        batch=8,
+        optimizer="adamw",
+        lr=3e-3,
+        weight_decay=0.05,
+        warmup=0.1,
+        clip=1.0,
+        best=False,
+    ),
+    arms=(
+        Arm("exact"),
+        Arm("Lean", "lean"),
+        Arm("8 bits", "dropit(activation_bits=8)"),
+        Arm("4 bits", "dropit(activation_bits=4)"),
+    ),
+    seeds=(0, 1, 2, 3, 4),
+    differs=("A toy, trained for one pass over a million bytes.",),
+    order=22,
+    minutes=15,
+    on="two CPU cores",
+    measure="test_loss",
+    verdict=verdict,
+)
