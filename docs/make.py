@@ -210,6 +210,7 @@ def ledger() -> str:
     held = {
         "layer": "their input serves the gradient of the weight alone: shared, computed again, or (DropIT) stored",
         "activation": "their output is computed again from their input; with `activation_bits` a code of the derivative is held",
+        "product": "computed again; with `activation_bits`, of an activation above and another factor, few-bit copies of both are held",
         "signs": "one bit an element",
         "dropout": "one bit an element",
         "pooling": "of the input its shape, of indices 32 bits",

@@ -16,13 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
 from .stores import FewBits, Held, Layout
 
-RUN: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+RUN = kernels.reference.ACTIVE
 BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
@@ -37,14 +36,13 @@ class Gate:
     name: str
     bits: int
 
-    def compress(self, g: Tensor, u: Tensor) -> Held:
-        return (*self._copy(g), *self._copy(u))
-
-    def _copy(self, x: Tensor) -> Held:
-        x = x.detach().contiguous()
-        if torch.compiler.is_compiling() and self.bits == 8:  # which makes one kernel of it and of the product; not of two codes in a byte
-            return kernels.reference.quantise(x.view(-1), self.bits)
-        return FewBits(self.bits).compress(x)
+    def product(self, g: Tensor, u: Tensor, active: Tensor, first: bool) -> tuple[Tensor, ...]:
+        """h, and what is held of g and u; `active` is f(g), which is there already, and the `first` factor or the second one."""
+        if torch.compiler.is_compiling() and g.is_contiguous() and u.is_contiguous():  # all of it in one pass over them
+            return kernels.gate(g, u, self.name, self.bits)
+        store = FewBits(self.bits)
+        held = [*store.compress(g.contiguous()), *store.compress(u.contiguous())]
+        return (active * u if first else u * active), *held  # its strides are those of the first factor
 
     def factors(self, held: Held, layout: Layout) -> tuple[Tensor, Tensor]:
         return self._restored(held[:2], layout), self._restored(held[2:], layout)
@@ -64,16 +62,15 @@ class Gate:
 
 
 class Gated(torch.autograd.Function):
-    """(h, what is held of g and u); `active` is f(g), which is there already. `first`: of the two factors, in the model's order, on which
-    the product's strides depend."""
+    """A product, and what is held of its factors."""
 
     @staticmethod
     def forward(ctx, g: Tensor, u: Tensor, active: Tensor, gate: Gate, first: bool):
-        held = gate.compress(g, u)
+        h, *held = gate.product(g, u, active, first)
         ctx.gate = gate
         ctx.save_for_backward(*held)
         ctx.mark_non_differentiable(*held)
-        return (active * u if first else u * active), *held
+        return h, *held
 
     @staticmethod
     @torch.autograd.function.once_differentiable

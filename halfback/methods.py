@@ -240,8 +240,9 @@ class DropIT(Method):
     block            elements are selected in blocks of so many (Parallel Min-K); None: of the whole tensor at once, which is slow
     bits             4 or 8: a few-bit copy of the whole input instead of few entries; keep is then not used
     stochastic       round the few-bit copy at random, so that the weight's gradient is unbiased
-    activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input. This touches the flowing
-                     gradient, so its error adds up over the layers.
+    activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input; of a gated product, silu(g) * u, both
+                     factors are kept in so many bits, for the layer behind it too. This touches the flowing gradient, so its error
+                     adds up over the layers.
     exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
                      and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)

@@ -110,7 +110,7 @@ def test_operators_pass_torchs_own_checks(bits):
     quantised, packed = reference.quantise(x, bits), reference.encode(x, edges)
     calls = {
         "select": (x, 0.2, 32), "restore": (values, mask, 130, 0.2, 32), "pack_bits": (x > 0,), "unpack_bits": (mask, 130), "signs": (x,),
-        "quantise": (x, bits, 64, 5), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
+        "quantise": (x, bits, 64, 5), "gate": (x, x + 1, "silu", bits), "dequantise": (*quantised, 130, bits), "encode": (x, edges),
         "scale_by_code": (x, packed, table), "cross_entropy": (x.view(13, 10).clone(), torch.arange(13) % 10, 3, 0.1, True),
     }  # fmt: skip
     for name, args in calls.items():
@@ -195,8 +195,19 @@ def compare_few_bits(device):
                 for seed in (None, 3, 2**40):
                     assert equal(fused.quantise(x, width, 64, seed), reference.quantise(x, width, 64, seed)), (n, kind, width, seed)
                 held = reference.quantise(x, width)
+                compare_gates(x, width)
                 for dtype in _rounded(device):
                     assert equal(fused.dequantise(*held, n, width, 64, dtype), reference.dequantise(*held, n, width, 64, dtype))
+
+
+def compare_gates(x, width):
+    from halfback.kernels import fused
+
+    for name in codes.ACTIVATIONS:
+        (h, *held), (wanted, *copies) = (where.gate(x, x.flip(0), name, width) for where in (fused, reference))
+        assert equal(tuple(held), tuple(copies)), (name, width)
+        near = 1e-5 if x.dtype is torch.float32 else 1e-2
+        assert torch.allclose(h.float(), wanted.float(), rtol=near, atol=near, equal_nan=True), (name, width, x.dtype)
 
 
 def compare_norms(device):
@@ -307,6 +318,20 @@ def test_the_others_compile_with_whole_loads(capability, dtype):
         compiled(fused._scale, f"*{dtype} *u8 *fp32 *{dtype} i32 i32", capability, BITS=4, **whole),
         compiled(fused._quantise, f"*{dtype} *u8 *bf16 i64 i32 i32", capability, BITS=4, G=64, NOISE=True, TINY=reference.TINY, **whole),
         compiled(fused._dequantise, f"*u8 *bf16 *{dtype} i32 i32", capability, BITS=4, G=64, **whole),
+        *[
+            compiled(
+                fused._gate,
+                f"*{dtype} *{dtype} *{dtype} *u8 *bf16 *u8 *bf16 i32 i32",
+                capability,
+                NAME=name,
+                BITS=bits,
+                G=64,
+                TINY=reference.TINY,
+                **whole,
+            )
+            for name in codes.ACTIVATIONS
+            for bits in (4, 8)
+        ],
     ]
     for kernel in built:
         assert "global.v4.b32" in kernel.asm["ptx"], kernel.metadata.name

@@ -14,7 +14,7 @@ def verdict(results: dict) -> str:
 
     return (
         f"The test loss changes by {told('8 bits')} in 8 bits, and by {told('4 bits')} in 4. "
-        f"Lean, which is exact, holds {found['Lean']['mean']['held'] / found['exact']['mean']['held']:.2f}."
+        "In 32 bits, as here, few bits save more than they would in 16."
     )
 
 
@@ -26,7 +26,7 @@ RECIPE = Recipe(
     base=Settings(
         model="experiments/gated_mlp/decoder.py:decoder",
         data="text",
-        epochs=1,
+        epochs=3,
         batch=8,
         optimizer="adamw",
         lr=3e-3,
@@ -37,14 +37,14 @@ RECIPE = Recipe(
     ),
     arms=(
         Arm("exact"),
-        Arm("Lean", "lean"),
+        Arm("Lean", "lean", like="exact"),
         Arm("8 bits", "dropit(activation_bits=8)"),
         Arm("4 bits", "dropit(activation_bits=4)"),
     ),
-    seeds=(0, 1, 2, 3, 4),
-    differs=("A toy, trained for one pass over a million bytes.",),
+    seeds=(0, 1, 2),
+    differs=("A toy, trained for three passes over a million bytes.",),
     order=22,
-    minutes=15,
+    minutes=12,
     on="two CPU cores",
     measure="test_loss",
     verdict=verdict,

@@ -22,8 +22,8 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "normalise_channels", "normalise_rows", "pack_bits",
-    "quantise", "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
+    "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "gate", "normalise_channels", "normalise_rows",
+    "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
 ]  # fmt: skip
 
 
@@ -108,6 +108,11 @@ def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) 
 @_operator
 def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> Tensor:
     return _at(codes).dequantise(codes, scales, n, bits, group, dtype)
+
+
+@_operator
+def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _at(g).gate(g, u, name, bits)
 
 
 @_operator

@@ -495,10 +495,20 @@ def _quantise(
 ):
     first = tl.program_id(0).to(tl.int64) * TILE
     left = n - first
-    r = tl.arange(0, TILE // G)
-    i = r[:, None] * G + tl.arange(0, G)[None, :]
+    i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
     inside = i < left
     v = tl.load(x + first + i, mask=inside, other=0).to(tl.float32)
+    _hold(v, inside, codes, scales, salt, first, left, m, TILE, BITS, G, NOISE, TINY)
+
+
+@triton.jit
+def _hold(
+    v, inside, codes, scales, salt, first, left, m,
+    TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """A tile's elements (groups, G) in few bits."""
+    r = tl.arange(0, TILE // G)
+    i = r[:, None] * G + tl.arange(0, G)[None, :]
     low, step, inverse, broken = _range(v, inside, 2**BITS - 1, TINY)
     pair = tl.join(low.to(tl.bfloat16), step.to(tl.bfloat16))
     tl.store(scales + first // G * 2 + r[:, None] * 2 + tl.arange(0, 2)[None, :], pair, mask=r[:, None] * G < left)
@@ -549,10 +559,47 @@ def _dequantise(codes, scales, x, m, n, TILE: tl.constexpr, BITS: tl.constexpr, 
     tl.store(x + first + i, (code * step[:, None] + low[:, None]).to(x.dtype.element_ty), mask=i < left)
 
 
+@triton.jit
+def _active(x, NAME: tl.constexpr):
+    if NAME == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))
+
+
+@triton.jit
+def _gate(
+    g, u, h, codes_g, scales_g, codes_u, scales_u, m, n,
+    NAME: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * TILE
+    left = n - first
+    i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
+    inside = i < left
+    a = tl.load(g + first + i, mask=inside, other=0).to(tl.float32)
+    b = tl.load(u + first + i, mask=inside, other=0).to(tl.float32)
+    tl.store(h + first + i, (_active(a, NAME) * b).to(h.dtype.element_ty), mask=inside)
+    _hold(a, inside, codes_g, scales_g, 0, first, left, m, TILE, BITS, G, False, TINY)
+    _hold(b, inside, codes_u, scales_u, 0, first, left, m, TILE, BITS, G, False, TINY)
+
+
+def _few_bits(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    n = x.numel()
+    return x.new_empty(-(-n * bits // 8), dtype=torch.uint8), x.new_empty((-(-n // group), 2), dtype=torch.bfloat16)
+
+
+def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h, of_g, of_u = torch.empty_like(g), _few_bits(g, bits, GROUP), _few_bits(u, bits, GROUP)
+    options = {"NAME": name, "BITS": bits, "G": GROUP, "TINY": TINY}
+    _through(_gate, g.numel(), g, u, h, *of_g, *of_u, of_g[0].numel(), **options, enable_fp_fusion=False)
+    return h, *of_g, *of_u
+
+
 def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
     n = x.numel()
-    codes = x.new_empty(-(-n * bits // 8), dtype=torch.uint8)
-    scales = x.new_empty((-(-n // group), 2), dtype=torch.bfloat16)
+    codes, scales = _few_bits(x, bits, group)
     salt = 0 if seed is None else _keep.salt(seed)
     options = {"BITS": bits, "G": group, "NOISE": seed is not None, "TINY": TINY}
     _through(_quantise, n, x, codes, scales, salt, codes.numel(), **options, enable_fp_fusion=False)

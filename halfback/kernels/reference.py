@@ -13,7 +13,10 @@ clipped; with noise in [0, 1) instead of 1/2, E[x_hat] = x. A group that holds N
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import keep as _keep
@@ -27,6 +30,7 @@ from .. import keep as _keep
 # The largest elements in bf16, keep 0.25 (0.625 bytes): 0.44 0.47 0.17.
 GROUP = 64
 TINY = 2.0**-126  # 1 / step would be infinite below
+ACTIVE: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
 AT_ONCE = 2**22  # elements of scores that cross_entropy_ widens at a time
 
 
@@ -90,6 +94,11 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GR
     code = _padded(unpack_codes(codes, n, bits), group).view(-1, group).to(torch.float32)
     low, step = scales.to(torch.float32).unbind(-1)
     return (code * step[:, None] + low[:, None]).to(dtype).view(-1)[:n]
+
+
+def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """f(g) * u, and both factors in few bits; of any shape, contiguous."""
+    return ACTIVE[name](g) * u, *quantise(g.view(-1), bits), *quantise(u.view(-1), bits)
 
 
 def encode(x: Tensor, edges: Tensor) -> Tensor:
