@@ -170,7 +170,7 @@ class Marking(TorchFunctionMode):
     def again(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Run a function, marked. What one marked function makes and another reads would be held, as what stands between two
         checkpointed blocks is: silu(g) for silu(g) * u. Unless they are no neighbours, so views are put in between."""
-        if self.checkpointed:
+        if self.checkpointed or not self.watch.computes:
             return func(*args, **kwargs)
         args = tuple([a.unsqueeze(0).squeeze(0) if isinstance(a, Tensor) and a in self.marked else a for a in args])
         out = checkpoint(func, *args, use_reentrant=False, **kwargs)

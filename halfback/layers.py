@@ -124,7 +124,7 @@ def cheap(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
     if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():  # counters, indices, masks, complex numbers
         return func(*args, **kwargs)
     out, saved, recipe = _recorded(ledger, func, args, kwargs)
-    inner = _inner(recipe, saved, out) if recipe is not None and saved else ()
+    inner = _inner(recipe, saved, out) if recipe is not None and saved and ledger.within.computes else ()
     if inner and recipe is not None and 2 * ledger.cost(ledger.value(out))[0] <= sum([_tensor(e).nbytes for e in inner]):
         again = Inner(recipe, None, ledger.fill(recipe.args), ledger.fill(recipe.kwargs))
         for entry in inner:
@@ -473,7 +473,7 @@ def rows_linear(ledger: Ledger, x: Tensor, plan: Any, weight: Tensor, bias: Tens
     value = ledger.value(x)
     layout = Layout.of(x.detach().contiguous())
     small = SMALL * x.nbytes < ledger.total
-    free = small or value.free or value.exact() is not None or value.computed() is not None or ledger.worth_computing(value)
+    free = small or value.free or value.exact() is not None or value.computed() is not None or ledger.can_compute(value)
     if (
         (free and not plan.firm)
         or x.ndim < 2

@@ -773,6 +773,9 @@ class Ledger(TorchFunctionMode):
         return fill
 
     def worth_computing(self, value: Value) -> bool:
+        return self.within.computes and self.can_compute(value)
+
+    def can_compute(self, value: Value) -> bool:
         return value.recipe is not None and self.price(value)[1] > 0
 
     def price(self, value: Value, depth: int = 0) -> tuple[int, int]:

@@ -243,6 +243,7 @@ class DropIT(Method):
     activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input; of a gated product, silu(g) * u, both
                      factors are kept in so many bits, for the layer behind it too. This touches the flowing gradient, so its error
                      adds up over the layers.
+    lean             False: without Lean. Nothing is computed again, so it holds more, and takes less time
     exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
                      and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)
@@ -257,6 +258,7 @@ class DropIT(Method):
     bits: int | None = None
     stochastic: bool = False
     activation_bits: int | None = None
+    lean: bool = True
     exact_first: bool = True
     layers: Layers = "all but first"
     seed: int = 0
@@ -276,6 +278,8 @@ class DropIT(Method):
             raise ValueError(
                 f"DropIT(): bits={self.bits} keeps the whole input, so select={self.select!r} and of={self.of!r} mean nothing."
             )
+        if not isinstance(self.lean, bool):
+            raise ValueError(f"DropIT(): lean={self.lean!r} must be True or False.")
         if self.stochastic and self.bits is None:
             raise ValueError("DropIT(): stochastic=True rounds the copy that bits=4 or bits=8 keeps; give one of them.")
         if self.schedule is not None and self.bits is not None:

@@ -104,6 +104,7 @@ class Watch:
         self.chosen = frozenset(chosen)
         self.on, self.paused = True, 0  # paused: by how many `exact`
         self.exact = not isinstance(method, DropIT)
+        self.computes = self.exact or method.lean  # again what is cheap
         self.set_keep(getattr(method, "keep", 1.0))
         self.firm = not self.exact and not method.exact_first
         self.calls = 0

@@ -268,6 +268,18 @@ def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(mon
     assert reuse == [True, False] and torch._inductor.config.allow_buffer_reuse
 
 
+def test_the_time_of_a_step_is_told_by_kinds_of_kernels():
+    script = Path(__file__).parent.parent / "benchmarks/where.py"
+    command = [sys.executable, str(script), "--model", "small-vit", "--batch", "4", "--device", "cpu", "--tiny", "--kernels", "2", "lean"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
+    kinds = [lines[k] for k in ("attention", "products", "norms and sums", "copies", "others", "convolutions", "elementwise") if k in lines]
+    assert "(1) lean" in done.stdout and "aten::" in done.stdout and float(lines["products"][0]) > 0
+    for i, total in enumerate(lines["all"]):
+        assert abs(sum(float(k[i]) for k in kinds) - float(total)) < 0.05
+
+
 def test_peaks_are_counted_without_a_gpu_or_it_is_said_what_that_needs():
     script = Path(__file__).parent.parent / "benchmarks/no_gpu/count.py"
     command = [sys.executable, str(script), "--model", "small-vit", "--batch", "256", "plain", "recompute"]

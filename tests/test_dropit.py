@@ -497,6 +497,7 @@ def test_compiled_random_selections_are_exact_and_the_report_says_so(method):
         (lambda: hb.DropIT(block=0), "block=0 must be a positive number of elements"),
         (lambda: hb.DropIT(bits=3), "bits=3 is none of 4, 8, None"),
         (lambda: hb.DropIT(activation_bits=2), "activation_bits=2 is none of 4, 8, None"),
+        (lambda: hb.DropIT(lean="no"), "lean='no' must be True or False"),
         (lambda: hb.DropIT(bits=4, of="rows"), "bits=4 keeps the whole input"),
         (lambda: hb.DropIT(stochastic=True), "give one of them"),
     ],

@@ -407,3 +407,33 @@ def test_an_mlp_without_a_gate_lets_its_activations_input_go():
     hb.apply_(model, hb.DropIT(activation_bits=4))
     model(torch.randn(2, N, D)).sum().backward()
     assert seen == [True]
+
+
+# Without Lean
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_lean_nothing_is_computed_again_and_what_is_exact_stays_exact(compiled):
+    model, batch = zoo.make("llama", layers=2)
+    runs = {}
+    for text in ("exact", "dropit(keep=0.1, lean=False)", "dropit(activation_bits=8)", "dropit(activation_bits=8, lean=False)"):
+        mine = copy.deepcopy(model)
+        if text != "exact":
+            hb.apply_(mine, *hb.parse(text))
+        torch._dynamo.reset()
+        run = torch.compile(mine, fullgraph=True, backend="aot_eager") if compiled else mine
+        zoo.loss(run, batch).backward()
+        runs[text] = {n: p.grad for n, p in mine.named_parameters()}, hb.held(mine, lambda run=run: zoo.loss(run, batch))
+    exact, alone, with_lean, without = runs.values()
+    assert worst(alone[0], exact[0]) < 1e-6, "inputs that could be computed exactly are not stored either: they are held"
+    assert alone[1] == exact[1]
+    assert with_lean[1] < 0.8 * without[1] < 0.6 * exact[1]
+    assert worst(without[0], with_lean[0]) < 1e-5
+
+
+def test_rows_are_exact_without_lean_where_they_are_with_it():
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, INNER), nn.LayerNorm(INNER))
+    x = torch.randn(8, 32, D)
+    wanted = torch.autograd.grad(model(x).square().sum(), [model[1].weight])[0]
+    hb.apply_(model, hb.DropIT(keep=0.25, of="rows", lean=False, layers="all"))
+    assert torch.equal(torch.autograd.grad(model(x).square().sum(), [model[1].weight])[0], wanted)

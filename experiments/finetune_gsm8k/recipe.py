@@ -15,12 +15,15 @@ METHODS = {
     "DropIT, 4 bits": "dropit(bits=4, activation_bits=4)",
 }
 THIRD = "SBP on the last third, Lean, loss in parts, Recompute"
+FEW = "dropit(activation_bits=4, lean=False)"
 COMPILED = {
     "DropIT, 8 bits, loss in parts": "dropit(activation_bits=8)+chunkedloss",
     "DropIT, 4 bits, loss in parts": "dropit(activation_bits=4)+chunkedloss",
     "Lean, loss in parts, Recompute": "lean+chunkedloss+recompute(layers='first 2/5')",
     "SBP on the last half, Lean, loss in parts": "sbp(keep=0.5, layers='last 1/2')+lean+chunkedloss",
     THIRD: "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1/10')",
+    "SBP on the last third, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss",
+    "SBP on the last quarter, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/4')+{FEW}+chunkedloss",
 }
 LESS = {  # fewer blocks recomputed, with the same gradients
     "Lean, loss in parts, a fifth recomputed": ("lean+chunkedloss+recompute(layers='first 1/5')", "Lean, loss in parts, Recompute"),
