@@ -151,6 +151,14 @@ def test_seeds_are_the_outer_loop():
     ]
 
 
+def test_an_arm_may_have_more_seeds_than_the_others():
+    arms = (Arm("exact", seeds=(0, 1, 2)), Arm("other", "sbp"), Arm("more", "sbp", seeds=(0, 1, 2)))
+    runs = [r.id for r in recipe(arms, seeds=(0, 1)).runs()]
+    assert runs == ["exact_s0", "other_s0", "more_s0", "exact_s1", "other_s1", "more_s1", "exact_s2", "more_s2"]
+    with pytest.raises(ValueError, match=r"seeds \(1, 1\) of arm 'b' must be different whole numbers"):
+        recipe((Arm("exact"), Arm("b", seeds=(1, 1))))
+
+
 def test_an_id_is_safe_as_a_file_name():
     arms = (Arm("exact"), Arm("../Elements, largest: keep 0.2 / ±", "lean"))
     assert [r.id for r in recipe(arms, seeds=(0,)).runs()] == ["exact_s0", "elements-largest-keep-0.2_s0"]

@@ -40,6 +40,7 @@ class Arm:
     paper     the paper's figure: top-1 in percent
     group     arms of a group stand together
     against   another arm than the recipe's that differences are taken to
+    seeds     of its own, instead of the recipe's; differences are taken over those that both arms have
     like      the arm whose gradients this one has too, as its method adds to that arm's what is exact alone: it is not trained, but timed
     """
 
@@ -50,6 +51,7 @@ class Arm:
     group: str = ""
     against: str | None = None
     like: str | None = None
+    seeds: tuple[int, ...] | None = None
 
     @property
     def slug(self) -> str:
@@ -131,12 +133,15 @@ class Recipe:
                 )
 
     def _check_seeds(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or not all(isinstance(s, int) and s >= 0 for s in self.seeds):
-            raise ValueError(f"Recipe: seeds {self.seeds} must be different whole numbers from 0 on.")
+        for who, seeds in (("", self.seeds), *((f" of arm {a.name!r}", a.seeds) for a in self.arms if a.seeds is not None)):
+            if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(s, int) and s >= 0 for s in seeds):
+                raise ValueError(f"Recipe: seeds {seeds}{who} must be different whole numbers from 0 on.")
 
     def runs(self) -> list[Run]:
         """What is trained."""
-        return [self._run(a, seed) for seed in self.seeds for a in self.arms if a.like is None]
+        trained = [(a, a.seeds or self.seeds) for a in self.arms if a.like is None]
+        seeds = dict.fromkeys([*self.seeds, *(seed for _, own in trained for seed in own)])
+        return [self._run(a, seed) for seed in seeds for a, own in trained if seed in own]
 
     def timed(self) -> list[Run]:
         """Every arm once, also those that are not trained."""
