@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -93,17 +92,6 @@ def _error(sums: list[np.ndarray], start, end):
 
 
 _ON_DEVICE: dict[tuple[str, int, torch.device], tuple[Tensor, Tensor]] = {}
-
-
-@dataclass(frozen=True)
-class Code:
-    """An activation, and the bits of its code."""
-
-    name: str
-    bits: int
-
-    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return table(self.name, self.bits, device)
 
 
 @constant

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from . import codes, kernels
+from . import kernels
 from .attention import cast, multi_head
 from .gates import Gate, Gated
 from .layers import Coded, StoredLinear, changes_in_place, code_name, is_gated
@@ -188,7 +188,7 @@ class Marking(TorchFunctionMode):
             return args[0]  # and so the one that a layer reads is the one that was made
         if name in ("gelu", "silu") and bits is not None and args[0].requires_grad:
             code = code_name(name, kwargs)
-            out = Coded.apply(args[0], codes.Code(code, bits))
+            out = Coded.apply(args[0], code, bits)
             if out.requires_grad:
                 self.alone.append(out)
                 self.factors.append((out, args[0], Gate(code, bits)))

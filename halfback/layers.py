@@ -489,19 +489,19 @@ class Coded(torch.autograd.Function):
     """An activation that remembers a code of its derivative: dx = dy * table[code]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, code: codes.Code):
-        ctx.code = code
-        edges, _ = code.table(x.device)
+    def forward(ctx, x: Tensor, name: str, bits: int):
+        ctx.name, ctx.bits = name, bits
+        edges, _ = codes.table(name, bits, x.device)
         ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges))
-        return RUN[code.name](x)
+        return RUN[name](x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (held,) = ctx.saved_tensors
         grad = grad.contiguous()
-        _, values = ctx.code.table(grad.device)
-        return kernels.scale_by_code(grad.view(-1), held, values).view(grad.shape), None
+        _, values = codes.table(ctx.name, ctx.bits, grad.device)
+        return kernels.scale_by_code(grad.view(-1), held, values).view(grad.shape), None, None
 
 
 def code_name(name: str, kwargs: dict) -> str:
@@ -517,7 +517,7 @@ def activation(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any
         return cheap(ledger, func, args, kwargs)
     name = code_name(func.__name__, kwargs)
     with ledger.instead_of(f"a {bits}-bit code of its derivative", x):
-        out = Coded.apply(x, codes.Code(name, bits))
+        out = Coded.apply(x, name, bits)
     ledger.factors.note(out, x, x._version, Gate(name, bits))  # it may become one of a product
     return out
 
@@ -549,12 +549,8 @@ def _by_factors(ledger: Ledger, product: Tensor, x: Tensor) -> Approximated | No
     gate, held = ledger.products.take(product) or (None, ())
     if gate is None:
         return None
-    recipe = Recipe(_restored, (gate, held, Layout.of(x)), {})
+    recipe = Recipe(gate.restore, (held, Layout.of(x)), {})
     return Approximated(recipe, geometry(x), ledger.fill(recipe.args), {})
-
-
-def _restored(gate: Gate, held: tuple[Tensor, ...], layout: Layout) -> Tensor:
-    return gate.restore(held, layout)
 
 
 def opened(func: Any) -> Any:
