@@ -243,7 +243,7 @@ class DropIT(Method):
     activation_bits  4 or 8: gelu and silu keep a code of their derivative instead of their input; of a gated product, silu(g) * u, both
                      factors are kept in so many bits, for the layer behind it too. This touches the flowing gradient, so its error
                      adds up over the layers.
-    lean             False: without Lean. Nothing is computed again, so it holds more, and takes less time
+    lean             False: without Lean. Nothing is computed again, and more is held
     exact_first      False: a sparse copy also where the exact input is held, or can be computed, anyway, as in the paper. That holds more
                      and approximates more; it is for experiments
     layers           "all but first", "all", names or glob patterns of layers, or a function of (name, module)

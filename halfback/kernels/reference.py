@@ -74,8 +74,7 @@ def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) 
     at = (grid - low[:, None]) * inverse[:, None]
     dither = 0.5 if seed is None else _uniform(grid.numel(), seed, x.device).view_as(grid)
     # The clamp is for 15 + 0.99999994 = 16, and for NaN, whose code is 0 by the step that is NaN.
-    codes = torch.where(step.isnan()[:, None], 0.0, at + dither).floor().clamp(0, top).to(torch.uint8)
-    codes = codes.view(-1) if codes.numel() == n else codes.view(-1)[:n].clone()
+    codes = torch.where(step.isnan()[:, None], 0.0, at + dither).view(-1)[:n].floor().clamp(0, top).to(torch.uint8)
     return pack_codes(codes, bits), torch.stack([low, step], -1).to(torch.bfloat16)
 
 
