@@ -14,14 +14,15 @@ gradient of the loss: in fp16 a loss scale then reaches them before they are rou
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .attention import cast
 from .blocks import find_blocks
@@ -124,6 +125,17 @@ def _scaled(g: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(g, torch.where(g.any(), factor, 0).reshape(1), out=torch.empty_like(g))
 
 
+@functools.cache
+def _adds_up(device: torch.device, dtype: torch.dtype) -> bool:
+    """Can a product of numbers of 16 bits be added to a sum of 32 as it is made? CPUs cannot, nor torch before it learned to."""
+    with unset_fake_temporarily():
+        total, part = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+        try:
+            return bool((torch.addmm(total, part, part, out_dtype=total.dtype, out=total) == 16).all())
+        except RuntimeError:
+            return False
+
+
 class _Gradients:
     """Those of x, weight and bias that are wanted, as they add up."""
 
@@ -139,6 +151,8 @@ class _Gradients:
             torch.mm(flowing, self.weight_itself, out=self.x[at : at + len(part)])
         if self.weight is not None and self.weight.dtype == part.dtype:
             self.weight.addmm_(flowing.t(), part)
+        elif self.weight is not None and _adds_up(part.device, part.dtype):  # in one pass over the sum
+            torch.addmm(self.weight, flowing.t(), part, out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
             self.weight += flowing.t() @ part
         if self.bias is not None:
@@ -153,24 +167,34 @@ class _Gradients:
         return self.x, weight, self.bias
 
 
-def cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, mean: bool, smoothing: float) -> Tensor:
+def cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: int, ignored: int = -100, mean: bool = True, smoothing: float = 0
+) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # what is cast was cast where the layer was called
         with torch._C.DisableTorchFunction():  # many small functions, in which nobody has anything to see
-            total = CrossEntropy.apply(x, weight, bias, target, rows_of_a_part(len(weight)), ignored, smoothing)
+            total = CrossEntropy.apply(x, weight, bias, target, rows, ignored, smoothing)
         return total / (target != ignored).sum() if mean else total
 
 
 # Scores that are not there
 
 
+class Layer(NamedTuple):
+    """What scores know of the layer that they stand for."""
+
+    rows: int  # of a part of the loss
+    told: Callable[[str], Any]  # that the scores were computed after all, for whom
+    versions: list[tuple[Tensor, int]]  # of what they come from
+
+
 class Deferred(torch.autograd.Function):
     """A linear layer that is not computed: its output is `Scores`. Whatever gradient reaches those goes on as the layer's would."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, told, dtype, versions):
+    def forward(ctx, x, weight, bias, layer, dtype):
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
-        return Scores(x.detach(), weight.detach(), None if bias is None else bias.detach(), told, dtype, versions)
+        return Scores(x.detach(), weight.detach(), None if bias is None else bias.detach(), layer, dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -179,7 +203,7 @@ class Deferred(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         of_x = grad @ weight if ctx.needs_input_grad[0] else None
         of_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None, None
+        return of_x, of_weight, rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 
 class Whole(torch.autograd.Function):
@@ -195,8 +219,8 @@ class Whole(torch.autograd.Function):
         return grad
 
 
-def deferred(x: Tensor, weight: Tensor, bias: Tensor | None, told: Any, dtype: torch.dtype, versions: list) -> Scores:
-    scores = Deferred.apply(x, weight, bias, told, dtype, versions)
+def deferred(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer, dtype: torch.dtype) -> Scores:
+    scores = Deferred.apply(x, weight, bias, layer, dtype)
     scores.inputs = (x, weight, bias)
     return scores
 
@@ -207,27 +231,26 @@ class Scores(Tensor):
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    told: Callable[[str], Any]
-    versions: list[tuple[Tensor, int]]
+    layer: Layer
     inputs: tuple[Tensor, Tensor, Tensor | None]  # the same with their place in the graph
     hooked: bool  # somebody wants to see the gradient of these very scores, so it has to pass through them
 
     @staticmethod
-    def __new__(cls, x, weight, bias, told, dtype, versions):
+    def __new__(cls, x, weight, bias, layer, dtype):
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         made = make(cls, (*x.shape[:-1], len(weight)), dtype=dtype, device=x.device)
-        made.x, made.weight, made.bias, made.told = x, weight, bias, told
-        made.versions, made.hooked = versions, False
+        made.x, made.weight, made.bias, made.layer = x, weight, bias, layer
+        made.hooked = False
         return made
 
     def __init__(self, *args, **kwargs):
         pass
 
     def _like(self, x: Tensor, dtype: torch.dtype | None = None) -> Scores:
-        return deferred(x, *self.inputs[1:], self.told, dtype or self.dtype, self.versions)
+        return deferred(x, *self.inputs[1:], self.layer, dtype or self.dtype)
 
     def check(self) -> None:
-        for t, version in self.versions:
+        for t, version in self.layer.versions:
             if t._version != version:
                 raise RuntimeError(
                     "halfback: scores (logits) are asked for that ChunkedLoss never computed, and the weights they come from have changed "
@@ -267,7 +290,7 @@ class Scores(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:  # as autograd's own bookkeeping asks for
             own = args[0]
-            return Scores(own.x, own.weight, own.bias, own.told, own.dtype, own.versions)
+            return Scores(own.x, own.weight, own.bias, own.layer, own.dtype)
         raise RuntimeError(f"halfback: {func} reached scores (logits) that ChunkedLoss did not compute. Leave it out.")
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
@@ -294,7 +317,7 @@ def _refuse_in_place(name: str, args: tuple, kwargs: dict) -> None:
 def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     def whole(x: Any) -> Any:
         if isinstance(x, Scores):
-            x.told(name)
+            x.layer.told(name)
             return x.whole()
         return type(x)(map(whole, x)) if type(x) in (tuple, list) else x
 
@@ -348,7 +371,7 @@ def _loss(
         return None
     scores.check()
     x, own, bias = scores.inputs
-    loss = cross_entropy(x, own, bias, target.to(torch.int64), ignore_index, reduction == "mean", label_smoothing)
+    loss = cross_entropy(x, own, bias, target.to(torch.int64), scores.layer.rows, ignore_index, reduction == "mean", label_smoothing)
     return loss if torch.is_autocast_enabled(scores.device.type) else loss.to(scores.dtype)
 
 
@@ -359,9 +382,9 @@ class Spared(Standin):
     """The forward of a last layer, which returns `Scores`. A mode sees the layer's own code, and is on for no longer than that: it would
     be called for every function of the model."""
 
-    def __init__(self, module: nn.Module, name: str, report: Any, before: Sequence[str], own: Any = None):
+    def __init__(self, module: nn.Module, name: str, report: Any, before: Sequence[str], rows: int | None = None, own: Any = None):
         super().__init__(module, own)
-        self.name, self.report = name, report
+        self.name, self.report, self.rows = name, report, rows
         calls = [re.sub(r"\.(\d+)", r"[\1]", f"model.{b}.compile()") for b in before]
         self.instead = ", ".join(calls if len(calls) < 4 else [*calls[:2], "..."])  # of compiling the model
         self.owner = listen(report)
@@ -397,11 +420,12 @@ class Sparing(Through):
 
     def _scores(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scores:
         owner, name = self.spared.owner, self.spared.name
-        note(owner, name, "loss in parts", f"{rows_of_a_part(len(weight))} rows at a time")
+        rows = self.spared.rows or rows_of_a_part(len(weight))
+        note(owner, name, "loss in parts", f"{rows} rows at a time")
         versions = [(t, t._version) for t in (x, weight, bias) if t is not None]
         x, weight, bias = cast(x), cast(weight), cast(bias)
 
         def told(func: str) -> None:
             note(owner, name, "scores computed after all, as asked for by", func)
 
-        return deferred(x, weight, bias, told, x.dtype, versions)
+        return deferred(x, weight, bias, Layer(rows, told, versions), x.dtype)

@@ -215,9 +215,18 @@ class Recompute(Method):
 @dataclass(frozen=True)
 class ChunkedLoss(Method):
     """A language model's scores (logits) are never all there: its last layer and the cross entropy run on some rows at a time. The
-    gradient is exact, the same sums in another order. What else asks for the scores gets them, computed."""
+    gradient is exact, the same sums in another order. What else asks for the scores gets them, computed.
 
+    rows   so many rows (tokens) at a time. More are faster, as each part adds to the weight's gradient, and take more memory. None: as many
+           as have 128 MiB of scores
+    """
+
+    rows: int | None = None
     layers: Layers = field(default="all", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and (not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1):
+            raise ValueError(f"ChunkedLoss(): rows={self.rows!r} must be a positive number of rows, as 4096, or None.")
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     found = finding.find_blocks(model)
     lean = [m for m in methods if isinstance(m, (Lean, DropIT))]
     picks = {type(m): finding.choose(model, found, m.layers) for m in methods if isinstance(m, (SBP, SkipTokens, Recompute))}
-    heads = _heads(model, found) if any(isinstance(m, ChunkedLoss) for m in methods) else []
+    chunked = next((m for m in methods if isinstance(m, ChunkedLoss)), None)
+    heads = _heads(model, found) if chunked else []
     modules = dict(model.named_modules())
     opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
 
@@ -186,7 +187,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         if not isinstance(block.__dict__.get("forward"), Standin):
             block.forward = Known(block, block.__dict__.get("forward"))
     for name in heads:
-        modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), modules[name].__dict__.get("forward"))
+        own = modules[name].__dict__.get("forward")
+        modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), chunked.rows if chunked else None, own)
     object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
     return report
 

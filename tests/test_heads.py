@@ -90,6 +90,25 @@ def test_loss_and_gradients_are_autograds_in_fp64(kind, bias, few_rows):
     assert "loss in parts: 4 rows" in str(report) and "after all" not in str(report)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 21, 1000])
+def test_parts_have_the_rows_that_were_asked_for(rows, monkeypatch):
+    model, ids, y = made()
+    wanted = gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1)))
+    report = hb.apply_(model, hb.ChunkedLoss(rows=rows))
+    seen, loss = [], heads.cross_entropy_
+    monkeypatch.setattr(heads, "cross_entropy_", lambda scores, *args: seen.append(len(scores)) or loss(scores, *args))
+    found = gradients(model, F.cross_entropy(model(ids).view(-1, V), y.view(-1)))
+    assert furthest(found, wanted) < 1e-12
+    assert seen == [rows] * (21 // rows) + [21 % rows] * (21 % rows > 0)
+    assert f"loss in parts: {rows} rows at a time" in str(report) and f"chunkedloss(rows={rows})" in str(report)
+
+
+@pytest.mark.parametrize("rows", [0, -4, 2.5, True, "many"])
+def test_rows_that_cannot_be_are_named(rows):
+    with pytest.raises(ValueError, match=rf"ChunkedLoss\(\): rows={rows!r} must be a positive number of rows, as 4096, or None."):
+        hb.ChunkedLoss(rows=rows)
+
+
 @pytest.mark.parametrize("factor", [3.0, 1e-4])
 def test_a_factor_of_the_loss_reaches_the_gradient_and_a_second_backward_gives_it_again(factor, few_rows):
     model, ids, y = made()

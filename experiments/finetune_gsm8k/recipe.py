@@ -25,11 +25,15 @@ COMPILED = {
     "SBP on the last third, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss",
     "SBP on the last quarter, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/4')+{FEW}+chunkedloss",
 }
-LESS = {  # fewer blocks recomputed, with the same gradients
+LESS = {  # less time for more memory, with the same gradients
     "Lean, loss in parts, a fifth recomputed": ("lean+chunkedloss+recompute(layers='first 1/5')", "Lean, loss in parts, Recompute"),
     "SBP on the last third, Lean, loss in parts, one block recomputed": (
         "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1')",
         THIRD,
+    ),
+    "SBP on the last third, DropIT, 4 bits, loss in longer parts": (
+        f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss(rows=2688)",
+        "SBP on the last third, DropIT, 4 bits, loss in parts",
     ),
 }
 
