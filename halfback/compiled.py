@@ -104,8 +104,11 @@ class Marking(TorchFunctionMode):
     @uncompiled
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():  # between two graphs of a model that is not one
-            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # between two graphs of a model that is not one, or beyond torch's limit of graphs
+            if self.watch.ledger is None:
+                return func(*args, **kwargs)
+            with self.watch.ledger.back():
+                return func(*args, **kwargs)
         if find(args) is not None or find(tuple(kwargs.values())) is not None:
             with self:
                 return dispatch(_name(func), func, args, kwargs)

@@ -17,6 +17,7 @@ import math
 import operator
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -519,6 +520,14 @@ class Standin:
 
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+
+def standins(model: nn.Module) -> Iterator[Standin]:
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, Standin):
+            yield forward
+            forward = forward.own
 
 
 class Known(Standin):

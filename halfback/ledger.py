@@ -526,6 +526,7 @@ class Ledger(TorchFunctionMode):
     def __init__(self, rules: Mapping[Callable, Rule | None], within: Any, tell: Any = None):
         super().__init__()
         self.rules, self.within, self.tell = rules, within, tell
+        self.is_away = False  # while a compiled module runs
         self.stands_aside = tell is None  # while Streams are worked on: a report hears of every function
         self.values: dict[int, Value] = {}
         self.uses: dict[int, Use] = {}  # by tensor, as most tensors are used several times
@@ -567,11 +568,26 @@ class Ledger(TorchFunctionMode):
             return
         torch._C._pop_torch_function_stack()
         torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.is_away = True
         try:
             yield
         finally:
+            self.is_away = False
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, _unpack)
             torch._C._push_on_torch_function_stack(self)
+
+    @contextlib.contextmanager
+    def back(self) -> Iterator[None]:
+        """Seen again, where it is away."""
+        if not self.is_away:
+            yield
+            return
+        self.is_away = False
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack), self:
+                yield
+        finally:
+            self.is_away = True
 
     # The functions
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from . import blocks as finding
 from .heads import LEAST, Spared, bodies, find_heads
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State, standins
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .watch import Row, Unseen, Watch, Watched, choose_layers
@@ -189,16 +189,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     for name in heads:
         own = modules[name].__dict__.get("forward")
         modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), chunked.rows if chunked else None, own)
-    object.__setattr__(model, "_halfback", Applied(report, states, list(_standins(model))))
+    object.__setattr__(model, "_halfback", Applied(report, states, list(standins(model))))
     return report
-
-
-def _standins(model: nn.Module) -> Iterator[Standin]:
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        while isinstance(forward, Standin):
-            yield forward
-            forward = forward.own
 
 
 def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:

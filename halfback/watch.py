@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import layers
 from .blocks import patterns_of
 from .compiled import Marking, marks
-from .hooks import Standin, checkpointed
+from .hooks import Standin, checkpointed, standins
 from .ledger import Approximated, Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import constant, listen, note, rank
@@ -180,12 +180,12 @@ class Watch:
         return any([weight is ref() for ref in self.weights]) is not self.all_but
 
     def open(self) -> Any:
-        if not self.looked and self.exact:  # DropIT's ledger works where a compiled module falls back to eager mode
+        if not self.looked:
             self.looked = True
             model: Any = self._model()
             for module in model.modules():
                 call = module._compiled_call_impl
-                if call is not None and not isinstance(call, Unseen):
+                if call is not None and not isinstance(call, Unseen) and (self.exact or _has_frames(module)):
                     module._compiled_call_impl = Unseen(call, self)
         return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
 
@@ -209,6 +209,11 @@ class Unseen:
             return self.call(*args, **kwargs)
         with self.watch.ledger.away():
             return self.call(*args, **kwargs)
+
+
+def _has_frames(module: nn.Module) -> bool:
+    """Does it open frames of its own? DropIT needs them where a compiled module falls back to eager mode."""
+    return any(isinstance(f, Watched) for f in standins(module))
 
 
 class Watched(Standin):
