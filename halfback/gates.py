@@ -12,7 +12,6 @@ du, and u for dg. The gradient goes from h to g and u, and past f(g): who has a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +21,6 @@ from . import kernels
 from .stores import FewBits, Held, Layout
 
 RUN = kernels.reference.ACTIVE
-BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
-    "silu": torch.ops.aten.silu_backward,
-}
 
 
 @dataclass(frozen=True)
@@ -44,18 +38,8 @@ class Gate:
         held = [*store.compress(g.contiguous()), *store.compress(u.contiguous())]
         return (active * u if first else u * active), *held  # its strides are those of the first factor
 
-    def factors(self, held: Held, layout: Layout) -> tuple[Tensor, Tensor]:
-        return self._restored(held[:2], layout), self._restored(held[2:], layout)
-
-    def _restored(self, held: Held, layout: Layout) -> Tensor:
-        if torch.compiler.is_compiling():  # one kernel, with all that is computed from it
-            codes, scales = held
-            return kernels.reference.dequantise(codes, scales, layout.n, self.bits, dtype=layout.dtype).view(layout.size)
-        return FewBits(self.bits).restore(held, layout)
-
     def restore(self, held: Held, layout: Layout) -> Tensor:
-        g, u = self.factors(held, layout)
-        return RUN[self.name](g) * u
+        return kernels.gate_again(*held, layout.n, self.name, self.bits, layout.dtype).view(layout.size)
 
     def __str__(self) -> str:
         return f"both factors in {self.bits} bits"
@@ -75,10 +59,6 @@ class Gated(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        g, u = ctx.gate.factors(ctx.saved_tensors, Layout.contiguous(grad.shape, grad.dtype, grad.device))
-        grad_g = grad_u = None
-        if ctx.needs_input_grad[0]:
-            grad_g = BACKWARD[ctx.gate.name](grad * u, g)
-        if ctx.needs_input_grad[1]:
-            grad_u = grad * RUN[ctx.gate.name](g)
-        return grad_g, grad_u, None, None, None
+        of_g, of_u = kernels.gate_backward(grad.contiguous(), *ctx.saved_tensors, ctx.gate.name, ctx.gate.bits)
+        needs_g, needs_u, *_ = ctx.needs_input_grad
+        return of_g if needs_g else None, of_u if needs_u else None, None, None, None

@@ -22,7 +22,7 @@ from . import reference
 from .reference import GROUP, code_bits
 
 __all__ = [
-    "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "gate", "normalise_channels", "normalise_rows",
+    "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "gate", "gate_again", "gate_backward", "normalise_channels", "normalise_rows",
     "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
 ]  # fmt: skip
 
@@ -113,6 +113,20 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GR
 @_operator
 def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _at(g).gate(g, u, name, bits)
+
+
+@_operator
+def gate_again(
+    codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, n: int, name: str, bits: int, dtype: torch.dtype
+) -> Tensor:
+    return _at(codes_g).gate_again(codes_g, scales_g, codes_u, scales_u, n, name, bits, dtype)
+
+
+@_operator
+def gate_backward(
+    grad: Tensor, codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, name: str, bits: int
+) -> tuple[Tensor, Tensor]:
+    return _at(grad).gate_backward(grad, codes_g, scales_g, codes_u, scales_u, name, bits)
 
 
 @_operator

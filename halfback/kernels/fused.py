@@ -17,9 +17,15 @@ NOTE [what Triton wants]
  4. Counts are not specialised: layers differ in them, and would compile anew.
  5. Offsets inside a program are 32 bits wide and stand behind a base of 64; sizes that align loads are constants. Otherwise addresses
     cost more than the work, and loads fall apart.
+ 6. Between 2^23 and 2^24 the numbers of fp32 are the integers, the last bits of the word: adding 2^23 rounds to the nearest, half to even,
+    and is one instruction, where conversions run at a quarter of the speed.
+ 7. A kernel that goes through a tensor once may take about 50 instructions an element of 16 bits, or the memory is not the limit any more.
+    WHOLE, a count that tiles divide, leaves out what masks cost: a fifth of them.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import triton
@@ -39,6 +45,7 @@ VARIANTS = {
 }
 LARGEST = 4096
 TILE = 2048  # elements a program takes in the kernels that go through a tensor once
+FAST = not os.environ.get("TRITON_INTERPRET") and torch.version.hip is None  # the interpreter knows no PTX, nor do others
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -474,115 +481,160 @@ def _mix(h):
 
 
 @triton.jit
-def _range(x, inside, TOP: tl.constexpr, TINY: tl.constexpr):
-    """reference._range, along the last axis. Triton's min and max do not hand NaN on."""
-    unknown = tl.max((x != x).to(tl.int32), 1) > 0
-    word = tl.min(tl.where(inside, x, float("inf")), 1).to(tl.int32, bitcast=True)
+def _least(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _range(x, inside, WHOLE: tl.constexpr, TOP: tl.constexpr, TINY: tl.constexpr):
+    """reference._range, along the last axis. A NaN goes through the least element."""
+    word = tl.reduce(x if WHOLE else tl.where(inside, x, float("inf")), 1, _least).to(tl.int32, bitcast=True)
     low = ((word + ((word >> 31) & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
-    low = tl.where(unknown, float("nan"), low)
-    span = tl.max(tl.where(inside, x, float("-inf")), 1) - low
+    span = tl.max(x if WHOLE else tl.where(inside, x, float("-inf")), 1) - low
     word = (span * (1.0 / TOP)).to(tl.int32, bitcast=True)
     step = ((word + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    broken = ~(tl.abs(span) < float("inf"))
-    step = tl.where(broken, float("nan"), step)
+    step = tl.where(tl.abs(span) < float("inf"), step, float("nan"))
     inverse = tl.where(step > TINY, tl.div_rn(1.0, tl.where(step > TINY, step, 1.0)), 0.0)
-    return low, step, inverse, broken
+    return low, step, inverse
 
 
 @triton.jit(do_not_specialize=["salt"])
 def _quantise(
-    x, codes, scales, salt, m, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr
-):
+    x, codes, scales, salt, m, n,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TILE
     left = n - first
     i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
-    inside = i < left
-    v = tl.load(x + first + i, mask=inside, other=0).to(tl.float32)
-    _hold(v, inside, codes, scales, salt, first, left, m, TILE, BITS, G, NOISE, TINY)
+    inside = None if WHOLE else i < left
+    v = tl.load(x + first + i, mask=inside, other=None if WHOLE else 0).to(tl.float32)
+    _hold(v, inside, codes, scales, salt, first, left, m, WHOLE, TILE, BITS, G, NOISE, TINY)
 
 
 @triton.jit
 def _hold(
     v, inside, codes, scales, salt, first, left, m,
-    TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, NOISE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """A tile's elements (groups, G) in few bits."""
+    """A tile's elements (groups, G) in few bits; see rule 6. Where a step is NaN, 1 / step is 0, and codes are 0."""
     r = tl.arange(0, TILE // G)
-    i = r[:, None] * G + tl.arange(0, G)[None, :]
-    low, step, inverse, broken = _range(v, inside, 2**BITS - 1, TINY)
-    pair = tl.join(low.to(tl.bfloat16), step.to(tl.bfloat16))
-    tl.store(scales + first // G * 2 + r[:, None] * 2 + tl.arange(0, 2)[None, :], pair, mask=r[:, None] * G < left)
+    low, step, inverse = _range(v, inside, WHOLE, 2**BITS - 1, TINY)
+    pair = (step.to(tl.int32, bitcast=True) & -65536) | ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+    tl.store(scales + first // G + r, pair, mask=None if WHOLE else r * G < left)
     at = (v - low[:, None]) * inverse[:, None]
     if NOISE:
+        i = r[:, None] * G + tl.arange(0, G)[None, :]
         h = _mix((first + i).to(tl.uint32) * 0x9E3779B1 + salt.to(tl.uint32))
-        at += (h >> 8).to(tl.float32) * 5.9604644775390625e-08
-    else:
-        at += 0.5
-    at = tl.where(inside & ~broken[:, None], at, 0.0)
-    code = tl.minimum(tl.maximum(tl.floor(at), 0.0), 2.0**BITS - 1).to(tl.int32)
-    _store_codes(codes, tl.reshape(code, (TILE,)), first, m, TILE, BITS)
+        at = tl.minimum(tl.floor(at + (h >> 8).to(tl.float32) * 5.9604644775390625e-08), 2.0**BITS - 1)
+    at = tl.maximum(at if WHOLE else tl.where(inside, at, 0.0), 0.0)
+    word = (at + 8388608.0).to(tl.int32, bitcast=True)
+    _store_codes(codes, tl.reshape(word, (TILE,)), first, m, WHOLE, TILE, BITS)
 
 
 @triton.jit
-def _store_codes(codes, code, first, m, TILE: tl.constexpr, BITS: tl.constexpr):
-    """m is how many bytes all codes take. Codes of elements beyond the last are 0."""
+def _store_codes(codes, code, first, m, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+    """The last bits of words, whose last byte has no others. m is how many bytes all codes take. Beyond the last element they are 0."""
     if BITS == 8:
         i = tl.arange(0, TILE)
-        tl.store(codes + first + i, code.to(tl.uint8), mask=i < m - first)
+        tl.store(codes + first + i, code.to(tl.uint8), mask=None if WHOLE else i < m - first)
     else:
         even, odd = tl.split(tl.reshape(code, (TILE // 2, 2)))
         j = tl.arange(0, TILE // 2)
-        tl.store(codes + first // 2 + j, (even | (odd << 4)).to(tl.uint8), mask=j < m - first // 2)
+        tl.store(codes + first // 2 + j, (even + (odd << 4)).to(tl.uint8), mask=None if WHOLE else j < m - first // 2)
 
 
 @triton.jit
-def _codes(codes, first, m, TILE: tl.constexpr, BITS: tl.constexpr):
+def _codes(codes, first, m, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """The codes of TILE elements."""
     if BITS == 8:
         i = tl.arange(0, TILE)
-        return tl.load(codes + first + i, mask=i < m - first, other=0).to(tl.int32)
+        return tl.load(codes + first + i, mask=None if WHOLE else i < m - first, other=None if WHOLE else 0).to(tl.int32)
     j = tl.arange(0, TILE // 2)
-    byte = tl.load(codes + first // 2 + j, mask=j < m - first // 2, other=0).to(tl.int32)
+    byte = tl.load(codes + first // 2 + j, mask=None if WHOLE else j < m - first // 2, other=None if WHOLE else 0).to(tl.int32)
     return tl.reshape(tl.join(byte & 15, byte >> 4), (TILE,))
 
 
 @triton.jit
-def _dequantise(codes, scales, x, m, n, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * TILE
-    left = n - first
+def _restored(codes, scales, first, left, m, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
+    """A tile's elements (groups, G) from few bits. A code times its step has no more than 16 bits, so nothing is rounded before the sum."""
     r = tl.arange(0, TILE // G)
-    at = scales + first // G * 2 + r * 2
-    low = tl.load(at, mask=r * G < left, other=0).to(tl.float32)
-    step = tl.load(at + 1, mask=r * G < left, other=0).to(tl.float32)
-    code = tl.reshape(_codes(codes, first, m, TILE, BITS), (TILE // G, G)).to(tl.float32)
-    i = r[:, None] * G + tl.arange(0, G)[None, :]
-    tl.store(x + first + i, (code * step[:, None] + low[:, None]).to(x.dtype.element_ty), mask=i < left)
+    pair = tl.load(scales + first // G + r, mask=None if WHOLE else r * G < left, other=None if WHOLE else 0)
+    low, step = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    code = tl.reshape(_codes(codes, first, m, WHOLE, TILE, BITS), (TILE // G, G))
+    code = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # see rule 6
+    return tl.fma(code, step[:, None], low[:, None])
 
 
 @triton.jit
-def _active(x, NAME: tl.constexpr):
-    if NAME == "silu":
-        return x / (1.0 + tl.exp(-x))
+def _dequantise(codes, scales, x, m, n, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    left = n - first
+    i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
+    v = _restored(codes, scales, first, left, m, WHOLE, TILE, BITS, G)
+    tl.store(x + first + i, v.to(x.dtype.element_ty), mask=None if WHOLE else i < left)
+
+
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    """Two instructions of the GPU that are right to a few units of fp32's last place; Triton's own guard them for the smallest numbers."""
+    if FAST:
+        e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], tl.float32, True, 1)
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _active(x, NAME: tl.constexpr, FAST: tl.constexpr):
+    """f(x) and f'(x)."""
     if NAME == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * below, below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if NAME == "silu":
+        below = _sigmoid(x, FAST)
+        return x * below, below * (1.0 + x * (1.0 - below))
+    inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 0.5 (1 + tanh(y)) = sigmoid(2 y)
+    below = _sigmoid(inner, FAST)
+    return x * below, below + x * below * (1.0 - below) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
 @triton.jit
 def _gate(
     g, u, h, codes_g, scales_g, codes_u, scales_u, m, n,
-    NAME: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, TINY: tl.constexpr,
+    NAME: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    TINY: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TILE
     left = n - first
     i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
-    inside = i < left
-    a = tl.load(g + first + i, mask=inside, other=0).to(tl.float32)
-    b = tl.load(u + first + i, mask=inside, other=0).to(tl.float32)
-    tl.store(h + first + i, (_active(a, NAME) * b).to(h.dtype.element_ty), mask=inside)
-    _hold(a, inside, codes_g, scales_g, 0, first, left, m, TILE, BITS, G, False, TINY)
-    _hold(b, inside, codes_u, scales_u, 0, first, left, m, TILE, BITS, G, False, TINY)
+    inside = None if WHOLE else i < left
+    a = tl.load(g + first + i, mask=inside, other=None if WHOLE else 0).to(tl.float32)
+    b = tl.load(u + first + i, mask=inside, other=None if WHOLE else 0).to(tl.float32)
+    active, _ = _active(a, NAME, FAST)
+    tl.store(h + first + i, (active * b).to(h.dtype.element_ty), mask=inside)
+    _hold(a, inside, codes_g, scales_g, 0, first, left, m, WHOLE, TILE, BITS, G, False, TINY)
+    _hold(b, inside, codes_u, scales_u, 0, first, left, m, WHOLE, TILE, BITS, G, False, TINY)
+
+
+@triton.jit
+def _gate_again(
+    codes_g, scales_g, codes_u, scales_u, grad, one, two, m, n,
+    NAME: tl.constexpr, BACK: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
+    """From both factors in few bits: their product, into `one`; or with BACK their gradients, into `one` and `two`."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    left = n - first
+    i = tl.arange(0, TILE // G)[:, None] * G + tl.arange(0, G)[None, :]
+    inside = None if WHOLE else i < left
+    a = _restored(codes_g, scales_g, first, left, m, WHOLE, TILE, BITS, G)
+    b = _restored(codes_u, scales_u, first, left, m, WHOLE, TILE, BITS, G)
+    active, slope = _active(a, NAME, FAST)
+    if BACK:
+        d = tl.load(grad + first + i, mask=inside, other=None if WHOLE else 0).to(tl.float32)
+        tl.store(one + first + i, (d * b * slope).to(one.dtype.element_ty), mask=inside)
+        tl.store(two + first + i, (d * active).to(two.dtype.element_ty), mask=inside)
+    else:
+        tl.store(one + first + i, (active * b).to(one.dtype.element_ty), mask=inside)
 
 
 def _few_bits(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
@@ -590,25 +642,52 @@ def _few_bits(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(-(-n * bits // 8), dtype=torch.uint8), x.new_empty((-(-n // group), 2), dtype=torch.bfloat16)
 
 
+def _words(held: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Codes, and each group's low and step as one word."""
+    return held[0], held[1].view(torch.int32)
+
+
 def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     h, of_g, of_u = torch.empty_like(g), _few_bits(g, bits, GROUP), _few_bits(u, bits, GROUP)
-    options = {"NAME": name, "BITS": bits, "G": GROUP, "TINY": TINY}
-    _through(_gate, g.numel(), g, u, h, *of_g, *of_u, of_g[0].numel(), **options, enable_fp_fusion=False)
+    options = {"NAME": name, "FAST": FAST, "WHOLE": g.numel() % TILE == 0, "BITS": bits, "G": GROUP, "TINY": TINY}
+    _through(_gate, g.numel(), g, u, h, *_words(of_g), *_words(of_u), of_g[0].numel(), **options, enable_fp_fusion=False)
     return h, *of_g, *of_u
+
+
+def gate_again(
+    codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, n: int, name: str, bits: int, dtype: torch.dtype
+) -> Tensor:
+    h = codes_g.new_empty(n, dtype=dtype)
+    _gate_through((codes_g, scales_g), (codes_u, scales_u), h, h, h, name, bits, back=False)
+    return h
+
+
+def gate_backward(
+    grad: Tensor, codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, name: str, bits: int
+) -> tuple[Tensor, Tensor]:
+    of_g, of_u = torch.empty_like(grad), torch.empty_like(grad)
+    _gate_through((codes_g, scales_g), (codes_u, scales_u), grad, of_g, of_u, name, bits, back=True)
+    return of_g, of_u
+
+
+def _gate_through(of_g: tuple, of_u: tuple, grad: Tensor, one: Tensor, two: Tensor, name: str, bits: int, back: bool) -> None:
+    n = grad.numel()
+    options = {"NAME": name, "BACK": back, "FAST": FAST, "WHOLE": n % TILE == 0, "BITS": bits, "G": GROUP}
+    _through(_gate_again, n, *_words(of_g), *_words(of_u), grad, one, two, of_g[0].numel(), **options)
 
 
 def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) -> tuple[Tensor, Tensor]:
     n = x.numel()
     codes, scales = _few_bits(x, bits, group)
     salt = 0 if seed is None else _keep.salt(seed)
-    options = {"BITS": bits, "G": group, "NOISE": seed is not None, "TINY": TINY}
-    _through(_quantise, n, x, codes, scales, salt, codes.numel(), **options, enable_fp_fusion=False)
+    options = {"WHOLE": n % TILE == 0, "BITS": bits, "G": group, "NOISE": seed is not None, "TINY": TINY}
+    _through(_quantise, n, x, codes, scales.view(torch.int32), salt, codes.numel(), **options, enable_fp_fusion=False)
     return codes, scales
 
 
 def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GROUP, dtype: torch.dtype = torch.float32) -> Tensor:
     x = codes.new_empty(n, dtype=dtype)
-    _through(_dequantise, n, codes, scales, x, codes.numel(), BITS=bits, G=group, enable_fp_fusion=False)
+    _through(_dequantise, n, codes, scales.view(torch.int32), x, codes.numel(), WHOLE=n % TILE == 0, BITS=bits, G=group)
     return x
 
 
@@ -649,7 +728,7 @@ def _encode(x, edges, codes, m, n, TILE: tl.constexpr, BITS: tl.constexpr):
         for s in tl.static_range(8):
             up = cell + (128 >> s)
             cell = tl.where(_above(v, tl.load(edges + up - 1)), up, cell)
-    _store_codes(codes, tl.where(i < left, cell, 0), first, m, TILE, BITS)
+    _store_codes(codes, tl.where(i < left, cell, 0), first, m, False, TILE, BITS)
 
 
 @triton.jit
@@ -657,7 +736,7 @@ def _scale(grad, codes, table, out, m, n, TILE: tl.constexpr, BITS: tl.constexpr
     first = tl.program_id(0).to(tl.int64) * TILE
     left = n - first
     i = tl.arange(0, TILE)
-    factor = tl.load(table + _codes(codes, first, m, TILE, BITS))
+    factor = tl.load(table + _codes(codes, first, m, False, TILE, BITS))
     g = tl.load(grad + first + i, mask=i < left, other=0).to(tl.float32)
     tl.store(out + first + i, (g * factor).to(out.dtype.element_ty), mask=i < left)
 

@@ -31,6 +31,11 @@ from .. import keep as _keep
 GROUP = 64
 TINY = 2.0**-126  # 1 / step would be infinite below
 ACTIVE: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+INACTIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # their backward
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
+    "silu": torch.ops.aten.silu_backward,
+}
 AT_ONCE = 2**22  # elements of scores that cross_entropy_ widens at a time
 
 
@@ -72,9 +77,9 @@ def quantise(x: Tensor, bits: int, group: int = GROUP, seed: int | None = None) 
     grid = _grouped(x.to(torch.float32), group)
     low, step, inverse = _range(grid, top)
     at = (grid - low[:, None]) * inverse[:, None]
-    dither = 0.5 if seed is None else _uniform(grid.numel(), seed, x.device).view_as(grid)
-    # The clamp is for 15 + 0.99999994 = 16, and for NaN, whose code is 0 by the step that is NaN.
-    codes = torch.where(step.isnan()[:, None], 0.0, at + dither).view(-1)[:n].floor().clamp(0, top).to(torch.uint8)
+    at = at.round() if seed is None else (at + _uniform(grid.numel(), seed, x.device).view_as(grid)).floor()
+    # The clamp is for 15 + 0.99999994 = 16. Where a step is NaN, codes are 0.
+    codes = torch.where(step.isnan()[:, None], 0.0, at).view(-1)[:n].clamp(0, top).to(torch.uint8)
     return pack_codes(codes, bits), torch.stack([low, step], -1).to(torch.bfloat16)
 
 
@@ -98,6 +103,23 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GR
 def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """f(g) * u, and both factors in few bits; of any shape, contiguous."""
     return ACTIVE[name](g) * u, *quantise(g.view(-1), bits), *quantise(u.view(-1), bits)
+
+
+def gate_again(
+    codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, n: int, name: str, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """The product of two factors in few bits, flat."""
+    g, u = (dequantise(*held, n, bits, dtype=dtype) for held in ((codes_g, scales_g), (codes_u, scales_u)))
+    return ACTIVE[name](g) * u
+
+
+def gate_backward(
+    grad: Tensor, codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, name: str, bits: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of two factors in few bits, from their product's, which is contiguous."""
+    pairs = ((codes_g, scales_g), (codes_u, scales_u))
+    g, u = (dequantise(*held, grad.numel(), bits, dtype=grad.dtype).view(grad.shape) for held in pairs)
+    return INACTIVE[name](grad * u, g), grad * ACTIVE[name](g)
 
 
 def encode(x: Tensor, edges: Tensor) -> Tensor:
