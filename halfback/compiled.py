@@ -145,9 +145,10 @@ class Marking(TorchFunctionMode):
             self.normed = [t for t in self.normed if t is not args[0]]
 
     def in_place(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked."""
+        """What x becomes is written to it, and falls away if nobody reads it; the model goes on with what can be marked. That reads a copy,
+        which falls away too: its backward may need x as it was."""
         with self:
-            out = func(*args, **{**kwargs, "inplace": False})
+            out = func(args[0].clone(), *args[1:], **{**kwargs, "inplace": False})
         args[0].copy_(out)
         self.factors, self.products = [], []
         return out

@@ -129,9 +129,9 @@ def _scaled(g: Tensor, factor: Tensor) -> Tensor:
 def _adds_up(device: torch.device, dtype: torch.dtype) -> bool:
     """Can a product of numbers of 16 bits be added to a sum of 32 as it is made? CPUs cannot, nor torch before it learned to."""
     with unset_fake_temporarily():
-        total, part = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+        total, part = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
         try:
-            return bool((torch.addmm(total, part, part, out_dtype=total.dtype, out=total) == 16).all())
+            return bool((torch.addmm(total, part, part, out_dtype=total.dtype, out=total) == 17).all())
         except RuntimeError:
             return False
 
@@ -200,9 +200,9 @@ class Deferred(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, grad.shape[-1])
         of_x = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, rows.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 

@@ -438,6 +438,11 @@ def _copy_of(use: Use, t: Tensor) -> Recipe:
     return _shorter("reshape", Recipe(Tensor.reshape, (use, t.shape), {}), t)
 
 
+def _no_view(out: Tensor) -> Tensor:
+    """What a linear layer makes of more than two axes is a view, which a custom Function must not return if it is to be changed in place."""
+    return torch.ops.aten._unsafe_view(out, out.shape) if torch.compiler.is_compiling() or out._is_view() else out
+
+
 class StoredLinear(torch.autograd.Function):
     """dx = dy W and db exact; dW = dy' x_hat, x_hat from a store, or from what it holds of x already. Of rows only the kept ones are
     multiplied."""
@@ -446,7 +451,7 @@ class StoredLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, store: Any, seed: int, *held: Tensor):
         ctx.store, ctx.dtype = store, x.dtype
         ctx.save_for_backward(weight, *(held or store.compress(x.contiguous(), -1, seed)))
-        return F.linear(x, weight, bias)
+        return _no_view(F.linear(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -539,9 +544,11 @@ def product(ledger: Ledger, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def is_gated(g: Tensor, a: Tensor, u: Any) -> bool:
     """Is a, which an activation made of g, one factor of two, and the other one u? A gradient that somebody waits for at a has to go
-    there."""
+    there; and g twice would be held twice."""
     awaited = a._backward_hooks or a.retains_grad
-    return not awaited and isinstance(u, Tensor) and u is not a and u.requires_grad and (u.shape, u.dtype) == (g.shape, g.dtype)
+    return (
+        not awaited and isinstance(u, Tensor) and u is not a and u is not g and u.requires_grad and (u.shape, u.dtype) == (g.shape, g.dtype)
+    )
 
 
 def _by_factors(ledger: Ledger, product: Tensor, x: Tensor) -> Approximated | None:

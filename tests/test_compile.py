@@ -492,6 +492,46 @@ def test_a_frame_does_not_see_what_runs_in_compiled_modules(text, monkeypatch):
     assert not seen
 
 
+IN_PLACE = {
+    "relu": lambda m, x: m.b(F.relu(m.a(m.norm(x)), inplace=True)),
+    "relu6": lambda m, x: m.b(F.relu6(m.a(m.norm(x)), inplace=True)),
+    "leaky relu": lambda m, x: m.b(F.leaky_relu(m.a(m.norm(x)), inplace=True)),
+    "elu": lambda m, x: m.b(F.elu(m.a(m.norm(x)), inplace=True)),
+    "silu": lambda m, x: m.b(F.silu(m.a(m.norm(x)), inplace=True)),
+    "mish": lambda m, x: m.b(F.mish(m.a(m.norm(x)), inplace=True)),
+    "hardswish": lambda m, x: m.b(F.hardswish(m.a(m.norm(x)), inplace=True)),
+    "a sum behind a layer": lambda m, x: m.c(m.b(F.gelu(m.a(m.norm(x)))).add_(x)),
+    "a layer's output": lambda m, x: m.c(m.b(F.relu(m.a(x))).mul_(0.5)),
+    "a gate of itself": lambda m, x: (lambda z: m.c(F.silu(z) * z))(m.a(x)),
+}
+
+
+class Written(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.norm, self.a, self.b, self.c, self.how = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), how
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+@pytest.mark.parametrize(("text", "allowed"), [("lean", 1e-12), ("dropit(bits=8, activation_bits=8)", 0.05), ("dropit(keep=1.0)", 1e-12)])
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_what_is_changed_in_place_compiles_as_it_does_in_a_plain_model(how, text, allowed):
+    torch.manual_seed(0)
+    model, x = Written(IN_PLACE[how]).double(), torch.randn(2, 8, 16, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    hb.apply_(model, *hb.parse(text))
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    out.pow(2).sum().backward()
+    wanted = plain(x)
+    wanted.pow(2).sum().backward()
+    torch.testing.assert_close(out, wanted)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:
+            assert (p.grad - q.grad).norm() <= allowed * q.grad.norm(), name
+
+
 class Simple(nn.Module):
     def __init__(self, breaks=False):
         super().__init__()

@@ -647,3 +647,17 @@ def test_weights_that_others_replace_are_not_kept(layers):
         before = weakref.ref(module.weight)
         module.weight = nn.Parameter(module.weight.detach().clone())  # as FSDP does
         assert before() is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(32, 8), (4, 8, 8)])
+def test_the_output_of_a_layer_that_holds_rows_may_be_changed_in_place(shape, bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64, bias=bias), nn.ReLU(inplace=True), nn.Linear(64, 1)).double()
+    plain, x = copy.deepcopy(model), torch.randn(*shape, dtype=torch.float64)
+    hb.apply_(model, hb.DropIT(keep=0.25, of="rows"))
+    out, wanted = model(x), plain(x)
+    assert torch.equal(out, wanted)
+    out.sum().backward()
+    wanted.sum().backward()
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad), "what flows on is exact"

@@ -109,6 +109,17 @@ def test_rows_that_cannot_be_are_named(rows):
         hb.ChunkedLoss(rows=rows)
 
 
+def test_the_scores_of_a_single_row_are_computed():
+    model, ids, y = made()
+
+    def loss():
+        return F.cross_entropy(model(ids)[0, 0], y[0, 0])
+
+    wanted = gradients(model, loss())
+    hb.apply_(model, hb.ChunkedLoss())
+    assert furthest(gradients(model, loss()), wanted) < 1e-12
+
+
 @pytest.mark.parametrize("factor", [3.0, 1e-4])
 def test_a_factor_of_the_loss_reaches_the_gradient_and_a_second_backward_gives_it_again(factor, few_rows):
     model, ids, y = made()
