@@ -439,7 +439,7 @@ def _copy_of(use: Use, t: Tensor) -> Recipe:
 
 
 def _no_view(out: Tensor) -> Tensor:
-    """What a linear layer makes of more than two axes is a view, which a custom Function must not return if it is to be changed in place."""
+    """What a linear layer makes of more than two axes is a view, which a Function must not return if it is to be changed in place."""
     return torch.ops.aten._unsafe_view(out, out.shape) if torch.compiler.is_compiling() or out._is_view() else out
 
 

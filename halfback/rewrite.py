@@ -99,7 +99,8 @@ class Report:
             if kind != "cut":
                 lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
         uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
-        if self.positions and uncut and not any(m.changes_forward for m in self.methods):
+        later = any(m.schedule and max(m.keeps) == 1 > min(m.keeps) for m in self.methods)  # its schedule keeps all, now
+        if self.positions and uncut and not later and not any(m.changes_forward for m in self.methods):
             lines.append(
                 f"  nothing was cut, so gradients are exact and no less is held, maybe more, in {_range(uncut)}; leave them out of layers="
             )

@@ -206,6 +206,7 @@ def test_floats_in_the_unit_interval_become_bytes_with_a_note(tmp_path):
         ({"x_test": np.zeros((0, 3, 4, 5), np.uint8), "y_test": np.zeros(0, np.int64)}, "wanted at least one"),
         ({"x_test": np.zeros((5, 3, 4, 4), np.uint8)}, r"training samples are \(3, 4, 5\), test samples \(3, 4, 4\)"),
         ({"x_test": np.array([{}], object)}, "no .npz file of plain arrays"),
+        ({"y_test": np.full(5, 10**9)}, "a label is 1000000000, so there would be more classes than the 17 samples. Labels number"),
     ],
 )
 def test_wrong_arrays_are_named(tmp_path, changed, text):

@@ -11,6 +11,7 @@ import torch
 import zoo
 
 import halfback as hb
+from halfback import rewrite
 from halfback.methods import from_json
 from halfback.untouched import applied_to
 
@@ -171,3 +172,14 @@ def test_a_schedule_that_is_none_says_what_one_is(wrong):
         hb.SBP(schedule=wrong)
     with pytest.raises(ValueError, match="means nothing"):
         hb.DropIT(bits=4, schedule=DOWN)
+
+
+def test_a_schedule_that_keeps_everything_at_first_is_not_told_to_go():
+    model, batch = zoo.make("vit")
+    report = hb.apply_(model, hb.SBP(0.5, schedule=((0, 1.0), (0.5, 0.25))))
+    rewrite.follow_(model, 0.0)
+    gradients(model, batch)
+    assert "100.0% of them kept" in str(report) and "leave them out" not in str(report)
+    rewrite.follow_(model, 0.9)
+    gradients(model, batch)
+    assert "25.0% of them kept" in str(report)

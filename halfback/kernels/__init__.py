@@ -23,7 +23,8 @@ from .reference import GROUP, code_bits
 
 __all__ = [
     "GROUP", "code_bits", "copy_rows", "cross_entropy_", "dequantise", "encode", "gate", "gate_again", "gate_backward",
-    "normalise_channels", "normalise_rows", "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select", "signs", "unpack_bits",
+    "normalise_channels", "normalise_rows", "pack_bits", "quantise", "reference", "restore", "scale_by_code", "select", "signs",
+    "unpack_bits",
 ]  # fmt: skip
 
 

@@ -174,6 +174,7 @@ def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], t
         "like": arm.like,
         "paper": arm.paper,
         "seeds": list(runs),
+        "wanted": list(arm.seeds or recipe.seeds),
         "values": values,
         **{k: {m: spreads[m][k] for m in MEASURES} for k in ("mean", "deviation", "interval")},
         "alone": own and bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
@@ -269,13 +270,21 @@ def _size(arm: Result, results: Result, measure: str) -> str:
     return "" if mean is None else readable(mean)
 
 
+def _seeds(arm: Result, results: Result) -> str:
+    """How many, unless it has those of the recipe; of how many, if some are to come."""
+    wanted = arm.get("wanted", results["seeds"])
+    if arm.get("like") or arm["seeds"] == wanted == results["seeds"]:
+        return ""
+    return str(len(wanted)) if arm["seeds"] == wanted else f"{len(arm['seeds'])} of {len(wanted)}"
+
+
 def _speed(arm: Result, unit: str) -> str:
     return f"{arm['time']['per_s']:,.0f}" if arm.get("time") and arm["time"]["unit"] == unit else ""
 
 
 TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("arm", lambda a, r: a["name"]),
-    ("seeds", lambda a, r: "" if a["seeds"] == r["seeds"] or a.get("like") else str(len(a["seeds"]))),
+    ("seeds", lambda a, r: _seeds(a, r)),
     ("test loss", lambda a, r: _mean(a, "test_loss", 3) if r["measure"] == "test_loss" else ""),
     ("top-1, %", lambda a, r: _mean(a, "top1", 2) if r["measure"] == "top1" else ""),
     ("difference", _difference),
@@ -444,7 +453,7 @@ def _settings(values: Mapping[str, Any]) -> str:
 def _made(r: Result) -> str:
     versions = ", ".join(f"{k} {' and '.join(v)}" for k, v in r["versions"].items())
     dates = r["dates"][0] + (f" to {r['dates'][-1]}" if len(r["dates"]) > 1 else "")
-    seeds = ", ".join(map(str, r["seeds"]))
+    seeds = ", ".join(map(str, sorted({s for a in r["arms"] for s in a["seeds"]})))
     minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
     made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
     commits = [_hash(c) for c in r["commits"]]
@@ -452,7 +461,8 @@ def _made(r: Result) -> str:
     timed = r.get("timed")
     made += f" Steps timed on {timed['device_name']}, {timed['date'][:10]}, commit {_hash(timed['commit'] or 'unknown')}." if timed else ""
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
-    return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings of all arms: {_settings(base)}."
+    base = {k: v for k, v in base.items() if not all(k in a["changes"] for a in r["arms"])}
+    return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings, but for those that an arm names: {_settings(base)}."
 
 
 def _hash(commit: str) -> str:
@@ -503,7 +513,7 @@ def by_memory(results: Result) -> tuple[str, list[tuple[Result, float]]] | None:
 
 
 def memory_figure(results: Result, path: Path) -> None:
-    """Top-1 against memory, a point an arm: up and to the left is better."""
+    """Top-1 against memory, a point an arm: up and to the left is better. Names stand beside the picture, as points may be close."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -514,16 +524,18 @@ def memory_figure(results: Result, path: Path) -> None:
     measure, arms = found
     by = results["measure"]
     groups = list(dict.fromkeys(a["group"] for a, _ in arms))
-    drawn = Figure(figsize=(9, 6), layout="constrained")
+    drawn = Figure(figsize=(11, 6), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
-    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"][by]))):
+    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"][by])), 1):
         place, colour = (share, arm["mean"][by]), f"C{groups.index(arm['group']) % 10}"
-        axes.errorbar(*place, yerr=arm["deviation"][by], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8)
-        axes.annotate(_short(arm["name"], 40), place, (6, 5 if n % 2 else -10), textcoords="offset points", fontsize=7, color=colour)
+        told = f"{n}  {_short(arm['name'], 80)}"
+        axes.errorbar(*place, yerr=arm["deviation"][by], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8, label=told)
+        axes.annotate(str(n), place, (5, 5), textcoords="offset points", fontsize=8, color=colour)
+    drawn.legend(loc="outside right upper", frameon=False, fontsize=7)
     axes.set(xlabel=f"{measure}, relative to the arm that it is compared with", ylabel=f"{JUDGED[by]}: mean and deviation over seeds")
     axes.set_title(results["title"], fontsize=11, wrap=True)
-    axes.margins(x=0.25, y=0.1)
+    axes.margins(x=0.1, y=0.1)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     content = io.BytesIO()

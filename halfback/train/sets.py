@@ -456,7 +456,13 @@ def _labelled(x: np.ndarray, path: Path, key: str, found: dict[str, np.ndarray])
 def _classes(path: Path, train: Part, test: Part) -> int:
     """The number of classes of two parts, which fit each other."""
     _check_alike(path, train, test)
-    return 1 + max(int(part.labels.max()) for part in (train, test) if part.labels is not None)
+    largest = max(int(part.labels.max()) for part in (train, test) if part.labels is not None)
+    if largest >= len(train) + len(test):
+        raise ValueError(
+            f"data '{path}': a label is {largest}, so there would be more classes than the {len(train) + len(test)} samples. Labels number "
+            "the classes, from 0 on."
+        )
+    return 1 + largest
 
 
 def _check_alike(path: Path, train: Part, test: Part) -> None:
