@@ -97,11 +97,11 @@ class Value:
 
     __slots__ = ("computed", "exact", "free", "key", "made_as", "nbytes", "recipe", "ref", "storage", "stored", "version")
 
-    def __init__(self, t: Tensor, storage: torch.UntypedStorage, recipe: Recipe | None = None):
+    def __init__(self, t: Tensor, storage: torch.UntypedStorage, recipe: Recipe | None = None, free: bool = False):
         self.storage = weakref.ref(storage)  # when it is gone, the key, an address, may be given to another
         self.key = storage._cdata
         self.nbytes = storage.nbytes()
-        self.free = _is_parameter(t)
+        self.free = free  # it is there anyway
         self.ref: Any = (lambda: t) if self.free else weakref.ref(t)
         self.version = t._version
         self.made_as: Any = None if recipe is None else geometry(t)
@@ -213,7 +213,8 @@ class Exact:
             self.views[shape] = alias
             return
         self.handed[shape] = Handed(alias, self.outer)
-        if alias.nbytes == alias.untyped_storage().nbytes() and is_dense(alias):
+        whole = alias.nbytes == alias.untyped_storage().nbytes() and is_dense(alias)
+        if whole or getattr(self.outer[0], "gives_storage_back", False):  # who only counts must not change what is held
             self.all_of_it = shape
 
     def _handed(self, shape: Geometry) -> tuple[Geometry, Handed]:
@@ -534,6 +535,7 @@ class Ledger(TorchFunctionMode):
         self.count = 0  # of what the function that runs has saved
         self.total = 0  # bytes of all that was saved so far
         self.known: Any = frozenset()  # storages of buffers, which are there anyway
+        self.given: Any = frozenset()  # storages of parameters of which a block is given parts
         self.statistics = False  # a norm's are being saved
         self.stands_for: tuple[tuple[Value, ...], str] | None = None  # what plain training would save instead, and what is saved now
         self.factors = Remembered()  # the inputs of activations, for products of what they made: see layers.product
@@ -553,6 +555,11 @@ class Ledger(TorchFunctionMode):
             self.uses.clear()
             self.factors.clear()
             self.products.clear()
+
+    def give(self, args: tuple, kwargs: dict) -> None:
+        """What the module of this frame is called with."""
+        parts = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t._base is not None and _is_parameter(t)]
+        self.given = frozenset(t.untyped_storage()._cdata for t in parts)
 
     def mine(self) -> bool:
         """Are we the ones that saved tensors reach? In a checkpointed region they may not be."""
@@ -675,8 +682,12 @@ class Ledger(TorchFunctionMode):
         storage = t.untyped_storage()
         value = self.values.get(storage._cdata)
         if value is None or value.version != t._version or value.storage() is not storage:
-            value = self.values[storage._cdata] = Value(t, storage)
+            value = self.values[storage._cdata] = Value(t, storage, free=self.is_parameter(t))
         return value
+
+    def is_parameter(self, t: Tensor) -> bool:
+        """One, or a part of one, but for what a block is given: that comes as an ordinary tensor when the block is computed again."""
+        return _is_parameter(t) and (t._base is None or not self.given or t.untyped_storage()._cdata not in self.given)
 
     def made(self, out: Tensor, recipe: Recipe) -> Value | None:
         """Note how a fresh storage, or a new version of an old one, came to be; `out` is ordinary."""
@@ -695,7 +706,7 @@ class Ledger(TorchFunctionMode):
 
     @uncompiled
     def pack(self, t: Tensor) -> Any:
-        use = None if _is_parameter(t) or _wrapped(t) else self.use(t)
+        use = None if self.is_parameter(t) or _wrapped(t) else self.use(t)
         if use is None or use.value.key in self.known:
             self.count += 1
             return Passed(t, self.outer)

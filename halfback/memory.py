@@ -76,6 +76,8 @@ class Held:
                 self.saw(part, storage)
         return t
 
+    _pack.gives_storage_back = True  # type: ignore[attr-defined]  # and not only the view: see ledger.Exact
+
     def saw(self, t: Tensor, storage: torch.UntypedStorage) -> None:
         """A tensor was saved; for those who want to know more than bytes."""
 

@@ -244,6 +244,7 @@ class Watched(Standin):
         if (watch.ledger is not None and watch.ledger.mine()) or torch._C._functorch.peek_interpreter_stack() is not None:
             return self.plain(*args, **kwargs)  # inside a frame; or torch.func: per-sample gradients
         with watch.open() as ledger:
+            ledger.give(args, kwargs)
             out = self.plain(*args, **kwargs)
             if ledger.tell is not None:
                 ledger.tell.close()

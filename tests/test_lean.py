@@ -574,3 +574,41 @@ def test_a_tensor_that_was_given_other_data_is_another():
     hb.apply_(model, hb.Lean())
     model(x).backward()
     assert torch.allclose(model.second.weight.grad, plain, atol=1e-6)
+
+
+class Latents(nn.Module):
+    """Learned queries, views of a parameter, go through blocks that are computed again."""
+
+    def __init__(self, how, checkpoints):
+        super().__init__()
+        self.latents, self.blocks = nn.Parameter(torch.randn(5, 16)), nn.ModuleList(Crossed() for _ in range(2))
+        self.how, self.checkpoints = how, checkpoints
+
+    def forward(self, x):
+        y = self.how(self.latents, len(x))
+        for block in self.blocks:
+            y = checkpoint(block, y, x, use_reentrant=False) if self.checkpoints else block(y, x)
+        return y
+
+
+class Crossed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q, self.kv, self.out = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, y, x):
+        k, v = self.kv(x).chunk(2, -1)
+        return y + self.out(F.scaled_dot_product_attention(self.q(self.norm(y)), k, v))
+
+
+@pytest.mark.parametrize("how", [lambda p, n: p.expand(n, -1, -1), lambda p, n: p[None].repeat_interleave(n, 0), lambda p, n: p[None]])
+@pytest.mark.parametrize(("text", "checkpoints"), [("lean", True), ("lean+recompute(sparing=True)", False), ("lean", False)])
+def test_parts_of_a_parameter_enter_blocks_that_are_computed_again(text, checkpoints, how):
+    torch.manual_seed(0)
+    model, x = Latents(how, checkpoints).double(), torch.randn(1, 7, 16, dtype=torch.float64)
+    model(x).pow(2).sum().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    hb.apply_(model, *hb.parse(text))
+    model(x).pow(2).sum().backward()
+    assert all(torch.allclose(p.grad, wanted[name], rtol=1e-12) for name, p in model.named_parameters())

@@ -728,3 +728,30 @@ print(p.held, p.parameters, time.perf_counter() - start, zoo.most_memory())
     held, parameters, seconds, rss = map(float, done.stdout.split())
     assert held > 50 * 2**30 and parameters == pytest.approx(304.3e6 * 4, rel=0.01)
     assert seconds < 20 and rss < 2 * 2**20  # KiB
+
+
+class Sliced(nn.Module):
+    """A gated MLP of one projection, of which parts are taken as they are used."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.up, self.down, self.named = nn.Linear(8, 128), nn.Linear(64, 8), named
+
+    def forward(self, x):
+        h = self.up(x)
+        if self.named:
+            g, u = h.chunk(2, -1)
+            return self.down(F.gelu(g) * u)
+        return self.down(F.gelu(h[..., :64]) * h[..., 64:])
+
+
+def test_who_counts_does_not_change_what_lean_holds():
+    torch.manual_seed(0)
+    x, found = torch.randn(64, 8), []
+    for named in (True, False):
+        model = nn.Sequential(Sliced(named), Sliced(named))
+        report = hb.apply_(model, hb.Lean())
+        counted = [hb.profile(model, lambda model=model: model(x).sum(), real=real).held for real in (False, True)]
+        model(x).sum().backward()
+        found += [*counted, report.after]
+    assert len(set(found)) == 1
