@@ -6,6 +6,18 @@ NOTE [one draw a forward]
     storage of that tensor, which checkpointing holds until then. Where it cannot be found (the tensor came back in another storage,
     or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be wrong, and silent.
  3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
+
+NOTE [the same again]
+A recomputed block has plain training's gradients only if its second run finds what the first one found. In eager mode:
+ 1. Buffers are what they were when the first run began, also those that it changed, or put others in the places of (spectral norm's
+    vectors, a scale that follows the activations). They are copies, and the module's own are back after it: so statistics are updated
+    once, and what the second run saves stays as it is. Numbers that a module with buffers keeps beside them (how long a table is, whether
+    a codebook has begun) go with them.
+ 2. Parameters are those of the first run, also if they stood in the module for that forward alone (torch.func.functional_call). One that
+    was changed in place since is an error, as it is where autograd saved it. What FSDP frees, or exchanges for a DTensor and back, is
+    left to it.
+ 3. What a block keeps elsewhere is not seen. Under torch.compile the compiler chooses: it reads a buffer that was changed in place as it is
+    by then, with torch's own checkpoint as with ours.
 """
 
 from __future__ import annotations
@@ -24,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -31,7 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from . import ops  # which fills the table
 from .attention import multi_head, steady
-from .methods import SBP, SkipTokens
+from .methods import SBP, DropIT, Lean, SkipTokens
 from .notes import constant, listen, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .streams import (
@@ -59,12 +72,28 @@ CANNOT_TELL = (
     "without gradients, its input came back in another storage, or it is compiled by itself inside of a checkpoint. Use "
     "checkpoint(..., use_reentrant=False), hb.Recompute() instead of offloading block inputs, and compile the whole model."
 )
+COMPUTED_TOO = (
+    "{} is computed again in a backward pass by the model's own checkpointing, and halfback cannot tell which positions its forward kept: "
+    "{} computes inputs of a checkpoint again instead of holding them. Use hb.Recompute() instead of the model's own checkpointing, or "
+    "leave {} out."
+)
+CHANGED = (
+    "Recompute(): {}: its parameter {!r} was changed in place between the forward and the backward, which computes the block again. Call "
+    "backward() before whatever changes it, as an optimizer's step()."
+)
+SMALL = 2**16  # bytes of a buffer that is kept as the first run found it, changed or not: kernels (batch norm) and .data change it unseen
+NUMBERS = (bool, int, float, str, type(None))
 
 
 @constant
 def in_backward() -> bool:
     """Does a backward pass compute something again? Asked while a frame is traced, too."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Does torch.func run this? Its tensors have no storages, and it refuses hooks on what is saved."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class State:
@@ -139,7 +168,7 @@ class State:
         storage = x.untyped_storage()._cdata
         if in_backward():
             if storage not in self.seen:
-                raise RuntimeError(CANNOT_TELL.format(block))
+                raise RuntimeError(self._unknown(block))
             return self._at(*self.seen[storage], *where)
         if self.current is None:
             self.start()
@@ -149,6 +178,10 @@ class State:
         while len(self.seen) > REMEMBERED:
             self.seen.popitem(last=False)
         return self._at(self.current, self.key, *where)
+
+    def _unknown(self, block: str) -> str:
+        lean = next((type(m).__name__ for m in self.report.methods if isinstance(m, (Lean, DropIT))), None)
+        return CANNOT_TELL.format(block) if lean is None else COMPUTED_TOO.format(block, lean, lean)
 
     def _at(
         self, drawn: list[Positions], key: Tensor | None, block: str, grid: tuple[int, ...], whole: bool, device: torch.device
@@ -211,7 +244,7 @@ class Hook:
         self.name = name
 
     def idle(self, module: nn.Module) -> bool:
-        return not (module.training and torch.is_grad_enabled() and self.state.on)
+        return not (module.training and torch.is_grad_enabled() and self.state.on) or in_transform()
 
 
 @constant
@@ -516,7 +549,7 @@ class Standin:
         self.__dict__.update({**state, "_module": weakref.ref(state["_module"])})
 
     def idle(self) -> bool:
-        return self.gone or not (self.module.training and torch.is_grad_enabled())
+        return self.gone or not (self.module.training and torch.is_grad_enabled()) or in_transform()
 
     def plain(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
@@ -547,6 +580,95 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Had:
+    """What a block has when its first run begins, for the second: NOTE [the same again]."""
+
+    def __init__(self, block: nn.Module):
+        modules = list(block.modules())
+        self.parameters = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters]
+        self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
+        self.numbers = [(m.__dict__, {k: v for k, v in m.__dict__.items() if type(v) in NUMBERS}) for m in modules if m._buffers]
+        with torch._C.DisableTorchFunction():  # as no mode that runs is meant
+            found = [b for b in _each(self.buffers) if not b.requires_grad and not is_lazy(b)]
+            self.copies = {id(b): b.detach().clone() for b in found}  # by id, so that one buffer in two places stays one
+            self.large = {id(b): _version(b) for b in found if b.numel() * b.itemsize > SMALL}
+
+    def ran(self) -> None:
+        """After the first run: of large buffers that it left alone no copies are kept, nor numbers that are what they were."""
+        with torch._C.DisableTorchFunction():
+            for b in _each(self.buffers):
+                if id(b) in self.large and self.large[id(b)] == _version(b):
+                    self.copies.pop(id(b), None)
+        self.numbers = [(own, {k: v for k, v in had.items() if own.get(k) is not v}) for own, had in self.numbers]
+        self.mark()
+
+    def mark(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self.versions = {id(p): _version(p) for p in _each(self.parameters)}
+
+    def given(self) -> list[tuple[dict, dict]]:
+        """What is put where for the second run."""
+        with torch._C.DisableTorchFunction():
+            fresh = {id(b): self.copies.get(id(b), b).detach().clone() for b in _each(self.buffers) if not b.requires_grad}
+            parameters = [(own, {k: p for k, p in had.items() if _replaces(p, own.get(k))}) for own, had in self.parameters]
+        return [*parameters, *((own, {k: fresh.get(id(b), b) for k, b in had.items()}) for own, had in self.buffers), *self.numbers]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The block has it again, for a while."""
+        given = self.given()
+        meanwhile = [(own, {k: own[k] for k in new if k in own}) for own, new in given]
+        try:
+            for own, new in given:
+                own.update(new)
+            yield
+        finally:
+            for own, was in meanwhile:
+                own.update(was)
+            self.mark()  # an embedding's max_norm changes its weight in every run
+
+    def changed_parameter(self, block: nn.Module) -> str | None:
+        """Before the block has it again: a parameter that was changed since the last run."""
+        with torch._C.DisableTorchFunction():
+            for own, had in self.parameters:
+                for name, p in had.items():
+                    now = own.get(name)
+                    if p is not None and (p is now or _replaces(p, now)) and _version(p) != self.versions[id(p)]:
+                        return _named(block, own, name)
+        return None
+
+    def changed_buffer(self, block: nn.Module) -> str | None:
+        """While the block has it again: a buffer that is no longer what was given."""
+        for own, had in self.buffers:
+            for name, b in had.items():
+                now = own[name]
+                if b is not None and not b.requires_grad and (now is None or _version(now) or not torch.equal(now, b)):
+                    return _named(block, own, name)
+        return None
+
+
+def _named(block: nn.Module, own: dict, name: str) -> str:
+    where = next(n for n, m in block.named_modules() if own is m._parameters or own is m._buffers)
+    return f"{where}.{name}" if where else name
+
+
+def _each(places: list[tuple[dict, dict]]) -> Iterator[Tensor]:
+    return (t for _, had in places for t in had.values() if t is not None)
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _replaces(p: Tensor | None, now: Tensor | None) -> bool:
+    """Is what stood for a parameter in the first run to stand there in the second, instead of what does now? See rule 2."""
+    if p is None or p is now:
+        return False
+    alone = type(p) is Tensor  # nobody but functional_call, and FSDP1, puts such a one there
+    alike = type(p) is type(now) is nn.Parameter and p.shape == now.shape and p.dtype == now.dtype
+    return (alone or alike) and p.untyped_storage().nbytes() > 0
+
+
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
@@ -563,30 +685,42 @@ class Recomputed(Standin):
         named = [key for key, x in kwargs.items() if isinstance(x, Streams)]
         if named:
             key, rest = named[0], {k: v for k, v in kwargs.items() if k != named[0]}
-            return self.streams(kwargs[key], lambda again, *a, **kw: self.again(*a, **{key: again}, **kw), args, rest)
+            run = self.again()
+            return self.streams(kwargs[key], lambda again, *a, **kw: run(*a, **{key: again}, **kw), args, rest)
         if args and isinstance(args[0], Streams):
-            return self.streams(args[0], self.again, args[1:], kwargs)
+            return self.streams(args[0], self.again(), args[1:], kwargs)
         samples = self.samples(args, kwargs) if self.parts > 1 and not torch.compiler.is_compiling() else 1
         if samples > 1:
             return self.in_parts(samples, args, kwargs)
         if torch.compiler.is_compiling():
             _allow()
-            return _settled(checkpoint(self.again, *args, use_reentrant=False, **kwargs))
-        return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
+            return _settled(checkpoint(self.traced, *args, use_reentrant=False, **kwargs))
+        return checkpoint(self.again(), *args, use_reentrant=False, **kwargs)
 
-    def again(self, *args, **kwargs):
-        """The module's own forward; when it runs for the second time, in the backward, its buffers (statistics) stay as they are."""
+    def traced(self, *args, **kwargs):
+        with STEADY:
+            return self.plain(*args, **kwargs)
+
+    def again(self) -> Any:
+        """The module's own forward, for one call of it: once, and then, in the backward, with what it had: NOTE [the same again]."""
         if torch.compiler.is_compiling():
-            with STEADY:
-                return self.plain(*args, **kwargs)
-        if not in_backward():
-            return self.plain(*args, **kwargs)
-        before = [(b, b.detach().clone()) for b in self.module.buffers() if not isinstance(b, FakeTensor)]
-        try:
-            return self.plain(*args, **kwargs)
-        finally:
-            for buffer, was in before:
-                buffer.data.copy_(was)
+            return self.traced
+        before: list[Had] = []
+
+        def run(*args, **kwargs):
+            if before:
+                changed = before[0].changed_parameter(self.module)
+                if changed is not None:
+                    raise RuntimeError(CHANGED.format(self.name, changed))
+                with before[0].again():
+                    return self.plain(*args, **kwargs)
+            had = Had(self.module)
+            out = self.plain(*args, **kwargs)
+            had.ran()
+            before.append(had)
+            return out
+
+        return run
 
     # A batch in parts
 
@@ -603,20 +737,20 @@ class Recomputed(Standin):
             self.split = split
         split = split if fake or self.split is None else [a and b for a, b in zip(split, self.split, strict=True)]
         if not fake and split != self.split:  # something that had samples has none now
-            return checkpoint(self.again, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.again(), *args, use_reentrant=False, **kwargs)
         parts = -(-samples // -(-samples // self.parts))
         shares = [t.split(-(-samples // self.parts)) if has else (t,) * parts for t, has in zip(leaves, split, strict=True)]
         outs = []
         for part in zip(*shares, strict=True):
             a, kw = tree_unflatten(part, spec)
-            outs.append(checkpoint(self.again, *a, use_reentrant=False, **kw))
+            outs.append(checkpoint(self.again(), *a, use_reentrant=False, **kw))
         return _joined(outs, self.name)
 
     def check(self, samples: int, args: tuple, kwargs: dict) -> None:
-        """Is what becomes of a sample the same whoever is beside it?"""
-        modes = [(m, m.training) for m in self.module.modules()]
+        """Is what becomes of a sample the same whoever is beside it, and whoever went before it?"""
+        modes, had = [(m, m.training) for m in self.module.modules()], Had(self.module)
         devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda})
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), had.again():
             self.module.eval()
             try:
                 a, kw = _samples(0, 2, (args, kwargs), samples)
@@ -630,6 +764,13 @@ class Recomputed(Standin):
             finally:
                 for m, was in modes:
                     m.training = was
+            self.plain(*a, **kw)
+            buffer = had.changed_buffer(self.module)
+        if buffer is not None:
+            raise ValueError(
+                f"Recompute(parts={self.parts}): {self.name} changes its buffer {buffer!r} in its forward, so the next part of a batch "
+                "would find another. Leave parts=1 for it."
+            )
         if not same:
             raise ValueError(f"Recompute(parts={self.parts}): the samples of a batch see each other in {self.name}. Leave parts=1 for it.")
 

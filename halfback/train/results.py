@@ -272,7 +272,7 @@ def _size(arm: Result, results: Result, measure: str) -> str:
 
 def _seeds(arm: Result, results: Result) -> str:
     """How many, unless it has those of the recipe; of how many, if some are to come."""
-    wanted = arm.get("wanted", results["seeds"])
+    wanted: list[int] = arm.get("wanted") or results["seeds"]
     if arm.get("like") or arm["seeds"] == wanted == results["seeds"]:
         return ""
     return str(len(wanted)) if arm["seeds"] == wanted else f"{len(arm['seeds'])} of {len(wanted)}"
