@@ -269,12 +269,16 @@ def checkpointed() -> bool:
 
 
 @constant
-def _know_order() -> bool:
-    """Where the left operand is no Tensor, as Streams, Dynamo exchanges both and calls the reversed method. Of matmul it knows none, and
-    called matmul itself: x @ weight became weight @ x."""
+def _know_matmul() -> bool:
+    """Of all operators Dynamo leaves out matmul. Where the left operand is no Tensor, as Streams, it exchanges both and calls the reversed
+    method, of which it knows none, and called matmul itself: x @ weight became weight @ x. Where neither is one, it gave up."""
     from torch._dynamo.variables import builtin
 
     builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, Tensor.__rmatmul__)
+    known = getattr(builtin.BuiltinVariable, "_binops", dict)()
+    if operator.matmul not in known:
+        known[operator.matmul] = (["__matmul__", "__rmatmul__", "__imatmul__"], operator.imatmul)
+        getattr(builtin.BuiltinVariable._binop_handlers, "cache_clear", lambda: None)()  # they are made from it
     return True
 
 
@@ -357,7 +361,7 @@ class Enter(Hook):
         if self.idle(module):
             return None
         if torch.compiler.is_compiling():
-            _know_order()
+            _know_matmul()
             ROUTE.__enter__()
         if args:
             return (self.enter(args[0]), *args[1:]), kwargs

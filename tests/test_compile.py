@@ -492,6 +492,34 @@ def test_a_frame_does_not_see_what_runs_in_compiled_modules(text, monkeypatch):
     assert not seen
 
 
+class Operators(nn.Module):
+    """Attention as many write it by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = [t.view(*t.shape[:2], 2, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)]
+        weights = (q @ k.transpose(-2, -1) * 0.3).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("text", ["sbp(keep=0.5, layers='all')", "sbp(keep=0.5, layers='all')+lean"])
+def test_attention_written_with_operators_is_one_graph(text):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Operators(), Operators(), Operators()).double(), torch.randn(2, 8, 16, dtype=torch.float64)
+    wanted = model(x)
+    hb.apply_(model, *hb.parse(text))
+    fast = copy.deepcopy(model)
+    out = torch.compile(fast, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(out, wanted)
+    for y in (out, model(x)):
+        y.pow(2).sum().backward()
+    for p, q in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 IN_PLACE = {
     "relu": lambda m, x: m.b(F.relu(m.a(m.norm(x)), inplace=True)),
     "relu6": lambda m, x: m.b(F.relu6(m.a(m.norm(x)), inplace=True)),
