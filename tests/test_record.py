@@ -49,9 +49,11 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(
         raise OSError("no room")
 
     monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match=r"a.json cannot be written \(no room\). What was there stays. Free some room, or "):
         write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match=r"b.json cannot be written \(no room\). Free some room, or "):
+        write_json(tmp_path / "b.json", {"a": 2})
 
 
 def test_json_is_whole_whatever_is_in_it(tmp_path):
@@ -71,6 +73,26 @@ def test_a_row_is_on_the_disk_when_the_epoch_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: synced.append((tmp_path / "metrics.jsonl").read_text()))
     recorder.epoch(**row(1, test_loss=math.nan))
     assert len(synced) == 1 and json.loads(synced[0]) == row(1, test_loss=None) == recorder.rows[0]
+
+
+def test_a_row_that_cannot_be_written_names_its_file(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, Settings())
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"metrics.jsonl cannot be written \(No space left on device\). What was there stays. Free some"):
+        recorder.epoch(**row(1))
+    assert recorder.rows == []
+
+
+def test_epochs_without_a_row_are_named(tmp_path):
+    recorder = Recorder(tmp_path, Settings())
+    for epoch in (2, 6):
+        recorder.epoch(**row(epoch))
+    told = {n: recorder.lacks(n) for n in (0, 1, 2, 5, 7)}
+    assert told == {0: "", 1: "epoch 1", 2: "epoch 1", 5: "epochs 1, 3 to 5", 7: "epochs 1, 3 to 5, 7"}
 
 
 def test_going_on_drops_what_is_beyond_the_checkpoint(tmp_path):

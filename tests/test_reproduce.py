@@ -565,6 +565,24 @@ def test_one_seed_is_no_figure_of_a_page(here):
     assert "| rate 0.3" not in text and Path("experiments/claim/figure.png").exists()
 
 
+def test_a_page_says_how_many_seeds_of_how_many_an_arm_has(here):
+    write_recipe(here, **{'{"lr": 0.3}': '{"lr": 0.3}, seeds=(0, 1, 2, 3)'})
+    ran(only="*_s[0-2]")
+    head, _, exact, *_, more = [line for line in page_text().splitlines() if line.startswith("|")]
+    assert [c.strip() for c in head.split("|")][2] == "seeds" and exact.split("|")[2].strip() == ""
+    assert "rate 0.3" in more and more.split("|")[2].strip() == "3 of 4"
+    assert "Seeds 0, 1, 2. " in page_text()
+    ran()
+    assert [line for line in page_text().splitlines() if line.startswith("|")][-1].split("|")[2].strip() == "4"
+
+
+def test_settings_that_every_arm_changes_are_not_called_theirs(here):
+    write_recipe(here, **{'Arm("exact")': 'Arm("exact", "exact", {"lr": 0.4})'})
+    ran()
+    said = next(line for line in page_text().splitlines() if "Settings, but for those that an arm names" in line)
+    assert "`optimizer=sgd`" in said and "lr=" not in said
+
+
 def test_a_page_without_any_pair_of_seeds_shows_nothing(here):
     ran(only="*_s0")
     assert "two seeds: exact; rate 0.2; rate 0.3." in page_text() and "**Here:**" not in page_text()
@@ -637,6 +655,7 @@ def test_digits_end_to_end(tmp_path, monkeypatch):
     assert exact["seeds"] == lean["seeds"] == [0, 1] and exact["values"]["top1"][0] > 10
     assert lean["against"]["ratio"]["held"] < 1 and max(map(abs, lean["against"]["train_loss"]["differences"])) < 0.05  # lean is exact
     assert (tmp_path / "out/runs/digits/lean_s1/report.html").exists()
+    assert "another process" not in (tmp_path / "out/runs/digits/lean_s1/log.txt").read_text()  # the lock is its own, and it locks
     assert dataclasses.asdict(load(path).runs()[0].settings)["epochs"] == 1 and "4 runs, 4 done" in ran("digits")[1]
     assert exact["time"] is None and lean["against"]["ratio"]["step_ms"] is None  # they ran side by side
     _steps_are_timed_apart(path)

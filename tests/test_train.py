@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from halfback.train import checkpoint, fits, loop, options
 from halfback.train.augment import Augment
 from halfback.train.loop import Training, train
 from halfback.train.pieces import Averaged, Stop, loss_from, make_optimizer, rate
-from halfback.train.record import read_rows
+from halfback.train.record import locked, read_rows
 from halfback.train.settings import Settings, budget_of
 
 NOISY = """
@@ -56,6 +58,12 @@ def wrong():
 
 def broken():
     return nn.Linear(3, 4)
+
+def frozen():
+    return plain().requires_grad_(False)
+
+def empty():
+    return nn.Sequential(nn.Flatten(), nn.AdaptiveAvgPool1d(4))
 
 def raises():
     raise KeyError("no such thing")
@@ -340,6 +348,120 @@ def test_what_differs_is_seen(tmp_path, files, monkeypatch):
     assert not all(torch.equal(one[k], two[k]) for k in one)
 
 
+HOLDS = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def other():
+    """Another process, which locks a folder until it is killed."""
+    started = []
+
+    def locks(folder):
+        process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"held\n"
+        return process
+
+    yield locks
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path, files, monkeypatch, capsys, other):
+    """What the other one writes is not even read: it may be gone a moment later."""
+    s, out = settings(files, epochs=2), tmp_path / "a"
+    cut(s, out, monkeypatch, 8)
+    argv, process = ["train", *options_of(s), "--out", str(out), "--resume"], other(out)
+    with monkeypatch.context() as m:
+        m.setattr(checkpoint, "latest", None)
+        before = content(out)
+        for given in (argv, argv[:-1]):
+            assert main(given) == 2
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert said == f"halfback: another process trains in {out}. Wait until it has ended, or give another --out."
+        assert content(out) == before
+    process.kill()
+    process.wait()
+    assert main(argv) == 0  # a kill leaves nothing locked
+    assert main(argv) == 0  # nor does an end
+
+
+def test_of_two_that_begin_at_once_one_trains(tmp_path, files, monkeypatch):
+    """Both find no folder. One has made it while the other was set up."""
+    s, own, seen = settings(files, epochs=1), loop._set_up, []
+
+    def first(*given):
+        monkeypatch.setattr(loop, "_set_up", own)
+        seen.append(quiet(s, tmp_path / "a")["top1"])
+        return own(*given)
+
+    monkeypatch.setattr(loop, "_set_up", first)
+    with pytest.raises(ValueError, match=f"another process trains in {tmp_path}/a"):
+        quiet(s, tmp_path / "a")
+    assert seen == [json.loads((tmp_path / "a" / "result.json").read_text())["top1"]]
+
+
+@pytest.mark.parametrize("others", ["a lock that is inherited", "the lock of another folder", "a number that is no file"])
+def test_a_lock_that_is_inherited_is_the_training_s_own(others, tmp_path, files, monkeypatch, other):
+    """As reproduce hands it on. A number that means another file means nothing."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with contextlib.ExitStack() as stack:
+        number = locked(tmp_path / ("a" if others == "a lock that is inherited" else "b"), stack)
+        monkeypatch.setenv("HALFBACK_LOCK", "99999" if others == "a number that is no file" else str(number))
+        if others != "a lock that is inherited":
+            other(tmp_path / "a")
+            with pytest.raises(ValueError, match="another process trains in"):
+                quiet(settings(files, epochs=1), tmp_path / "a")
+        else:
+            assert quiet(settings(files, epochs=1), tmp_path / "a")["done"]
+            assert locked(tmp_path / "a", contextlib.ExitStack()) == number
+            monkeypatch.delenv("HALFBACK_LOCK")
+            assert locked(tmp_path / "a", stack) is None  # who started it has the lock still
+
+
+def test_of_several_processes_the_first_one_locks(tmp_path, files, monkeypatch, other):
+    (tmp_path / "a").mkdir()
+    other(tmp_path / "a")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(loop, "_started", lambda *a: (_ for _ in ()).throw(Cut))  # it gets there
+    with pytest.raises(Cut):
+        quiet(settings(files), tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["Windows", "a file system without locks"])
+def test_without_locks_it_trains_all_the_same(kind, tmp_path, files, monkeypatch):
+    fcntl = None if kind == "Windows" else types.SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=lambda *a: os.stat(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "fcntl", fcntl)
+    assert quiet(settings(files, epochs=1), tmp_path / "a")["done"]
+
+
+def test_what_is_begun_or_ignored_is_told(tmp_path, files):
+    said = []
+    train(settings(files, epochs=1, monitor=4), tmp_path / "typo", resume=True, say=said.append)
+    assert f"{tmp_path}/typo has no checkpoint to go on from: the training begins." in said
+    assert "--monitor 4 has nothing to compare: the gradients are exact." in said
+    said.clear()
+    train(settings(files, epochs=1), tmp_path / "b", say=said.append)
+    train(settings(files, epochs=1), tmp_path / "b", resume=True, say=said.append)
+    assert not any(line in "\n".join(said) for line in ("the training begins", "nothing to compare"))
+
+
+def test_rows_that_were_lost_are_told(tmp_path, files, monkeypatch):
+    s, said = settings(files, epochs=7), []
+    cut(s, tmp_path / "a", monkeypatch, 38)
+    rows = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a" / "metrics.jsonl").write_text(rows[1] + rows[3][:20])  # the last one of these is torn; the checkpoint has the sixth
+    train(s, tmp_path / "a", resume=True, say=said.append)
+    assert f"{tmp_path}/a/metrics.jsonl has no row of epochs 1, 3 to 5: curves and times go without." in said
+    assert [row["epoch"] for row in rows_of(tmp_path / "a")] == [2, 6, 7]
+    said.clear()
+    cut(s, tmp_path / "b", monkeypatch, 38)
+    train(s, tmp_path / "b", resume=True, say=said.append)
+    assert "has no row" not in "\n".join(said)
+
+
 def test_one_that_is_done_gives_its_result_again(tmp_path, files, monkeypatch):
     s = settings(files, epochs=2)
     first = quiet(s, tmp_path / "a")
@@ -478,6 +600,69 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_works(file, tmp_path, 
     assert_same(tmp_path / "whole", tmp_path / "a")
 
 
+@pytest.mark.parametrize("at", [0.5, 0.999])
+def test_tensors_that_a_disk_has_damaged_are_not_gone_on_with(at, tmp_path, files, capsys):
+    s = settings(files, epochs=2)
+    quiet(s, tmp_path / "a")
+    last = checkpoint.latest(tmp_path / "a" / "checkpoints")
+    content = bytearray((last / checkpoint.TENSORS).read_bytes())
+    begin = int(at * len(content)) - 100
+    content[begin : begin + 100] = b"\xff" * 100  # numbers that are none, in a file that is whole
+    (last / checkpoint.TENSORS).write_bytes(content)
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err
+    assert f"the checkpoint {last} cannot be read (ValueError: state.safetensors is not what was written)." in said
+    assert said.rstrip().endswith("Remove it to go on from 00000006.")
+
+
+def test_an_older_checkpoint_without_its_sum_and_methods_is_loaded(tmp_path, files):
+    s = settings(files, epochs=1, method="sbp(keep=0.5)")
+    first = quiet(s, tmp_path / "a")
+    path = checkpoint.latest(tmp_path / "a" / "checkpoints") / "state.json"
+    state = json.loads(path.read_text())
+    assert state["crc32"] and state["methods"] == [m.to_json() for m in hb.parse(s.method)]
+    path.write_text(json.dumps({k: v for k, v in state.items() if k not in ("crc32", "methods")}))
+    assert quiet(s, tmp_path / "a", resume=True)["top1"] == first["top1"]
+
+
+ALTERED = {
+    "last": (None, "TypeError: last is None"),
+    "last, no row": ({"top1": 3}, "TypeError: last is no row of an epoch"),
+    "best": ("x", "TypeError: best is 'x'"),
+    "seconds": ("y", "TypeError: seconds is 'y'"),
+    "draws": ([], "ValueError: zip()"),
+    "optimizer": ({"rest": {}, "groups": []}, "ValueError: loaded state dict has a different number of parameter groups"),
+    "step": (-5, "ValueError: step is -5 in state.json"),
+    "settings": (3, "TypeError: settings is 3"),
+    "settings, wrong": ({"epochs": "ten"}, "ValueError: epochs 'ten' must be a whole number."),
+    "methods": ([{"method": "none"}], "ValueError: from_json(): method='none' is none of"),
+    "same": (["x"], "AttributeError: "),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_a_checkpoint_that_was_altered_is_named(name, tmp_path, files, capsys):
+    value, wanted = ALTERED[name]
+    quiet(settings(files, epochs=2, method="sbp(keep=0.5)"), tmp_path / "a")
+    last = checkpoint.latest(tmp_path / "a" / "checkpoints")
+    state = json.loads((last / "state.json").read_text())
+    (last / "state.json").write_text(json.dumps({**state, name.partition(",")[0]: value}))
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"halfback: the checkpoint {last} cannot be read ({wanted}")
+    assert said.endswith("). Remove it to go on from 00000006.")
+
+
+def test_a_checkpoint_that_does_not_fit_into_memory_is_not_to_be_removed(tmp_path, files, monkeypatch, capsys):
+    quiet(settings(files, epochs=1), tmp_path / "a")
+    for place, error in {"load_optimizer": torch.OutOfMemoryError("CUDA out of memory."), "sum_of": MemoryError()}.items():
+        with monkeypatch.context() as m:
+            m.setattr(checkpoint, place, lambda *a, error=error: (_ for _ in ()).throw(error))
+            assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+        said = capsys.readouterr().err
+        assert "before the first step: the model and the data do not fit." in said and "Remove" not in said
+
+
 @pytest.mark.parametrize("lost", ["optimizer", "draws", "scaler", "last", "step"])
 def test_a_checkpoint_that_lacks_something_is_named(lost, tmp_path, files, capsys):
     s = settings(files, epochs=1)
@@ -532,7 +717,47 @@ def test_a_full_disk_at_the_best_weights_or_the_metrics_is_one_line(tmp_path, fi
     assert f"{tmp_path}/a/best.safetensors cannot be written (No space left on device). There is no checkpoint yet." in said
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(1, 1, 100_000))
     assert main(["train", *options_of(s), "--out", str(tmp_path / "b")]) == 2
-    assert "Wanted is room for 3; free some, or give another --out." in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert "Free some, keep fewer, or give another --out." in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+def test_room_is_asked_for_all_that_is_kept(tmp_path, monkeypatch):
+    free = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(1, 1, free))
+    mib = 2**20
+    with pytest.raises(OSError) as error:
+        checkpoint.check_room(tmp_path / "new", mib + mib // 2, 5, mib // 2)
+    assert str(error.value) == (
+        f"{tmp_path}/new: 0 B are free on this disk, and 9.5 MiB are wanted: 6 checkpoints of 1.5 MiB (--keep-last 5, and the one that is "
+        "written) and best weights of 512.0 KiB. Free some, keep fewer, or give another --out."
+    )
+    for keep, best, wanted in ((2, 0, 3 * mib), (2, mib // 2, 3 * mib + mib // 2), (5, 0, 6 * mib)):
+        free = wanted
+        checkpoint.check_room(tmp_path, mib, keep, best)
+        free -= 1
+        with pytest.raises(OSError, match=f"{keep + 1} checkpoints of 1.0 MiB"):
+            checkpoint.check_room(tmp_path, mib, keep, best)
+    for step in (1, 2):  # those that are there have their room; the next one needs its own
+        checkpoint.save(tmp_path / "checkpoints", step, {"x": torch.zeros(mib // 4)}, {}, keep=2)
+    free = mib
+    checkpoint.check_room(tmp_path, mib, 2, 0)
+    checkpoint.check_room(tmp_path, mib, 1, 0)
+    with pytest.raises(OSError, match=r"2.0 MiB are wanted: 4 checkpoints .*, less 2.0 MiB that are there"):
+        checkpoint.check_room(tmp_path, mib, 3, 0)
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_and_what_was_there_stays(tmp_path, files, monkeypatch, capsys):
+    quiet(settings(files, epochs=1), tmp_path / "a")
+    before = content(tmp_path / "a")
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    advice = "What was there stays. Free some room, or make it writable, and give the same command again."
+    assert said == f"halfback: {tmp_path}/a/settings.json cannot be written (No space left on device). {advice}"
+    assert content(tmp_path / "a") == before
 
 
 def content(folder):
@@ -982,6 +1207,12 @@ def test_a_budget_is_planned_once(tmp_path, files, monkeypatch, capsys):
     quiet(settings(files, model=s.model, method=json.dumps(found), epochs=2), tmp_path / "b")
     one, two = state_of(tmp_path / "a")[0], state_of(tmp_path / "b")[0]
     assert all(torch.equal(one[k], two[k]) for k in one)
+    (tmp_path / "a" / "methods.json").write_text("[]")  # what was trained so far was not exact
+    before = content(tmp_path / "a")
+    assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err
+    assert f"was trained with other methods ({result['methods']} there, exact now). Of a --budget they stand in {tmp_path}/a/meth" in said
+    assert content(tmp_path / "a") == before
     (tmp_path / "a" / "methods.json").write_text("[{")
     assert main(["train", "--resume", "--out", str(tmp_path / "a")]) == 2
     assert f"{tmp_path}/a/methods.json: method '[{{' is no JSON list of methods" in capsys.readouterr().err
@@ -1026,6 +1257,8 @@ WRONG = {
     "budget of 0": (["--budget", "0"], "budget '0' is neither"),
     "scores": (["--model", "NETS:wrong"], "returns (2, 7) for 2 samples"),
     "forward": (["--model", "NETS:broken"], "does not take 2 samples of"),
+    "frozen": (["--model", "NETS:frozen"], "nets.py:frozen' has nothing to train: all of its "),
+    "no parameters": (["--model", "NETS:empty"], "nets.py:empty' has nothing to train: it has no parameters."),
     "making": (["--model", "NETS:raises"], "making it fails: KeyError: 'no such thing'"),
     "function": (["--model", "NETS:nothing"], "the file has no function nothing. It has: make, plain"),
     "patches": (["--model", "vit-s4", "--data", "digits", "--size", "3"], "size=3 means something for 'folder' only"),

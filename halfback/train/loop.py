@@ -39,13 +39,27 @@ from . import checkpoint, sharded
 from .augment import Augment, normalise
 from .fits import what_fits
 from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
-from .record import Recorder, write_json
+from .record import Recorder, locked, write_json
 from .sets import DataSet, batches, load_set, order, seed_from
 from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
 
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
 TOP = 5
+STATE: dict[str, tuple[type, ...]] = {  # of a checkpoint: what each is
+    "step": (int,),
+    "settings": (dict,),
+    "optimizer": (dict,),
+    "scaler": (dict,),
+    "draws": (list,),
+    "seconds": (int, float),
+    "best": (int, float, type(None)),
+    "last": (dict,),
+}
+
+
+class Other(ValueError):
+    """What is there is of another training: nothing is wrong with it."""
 
 
 class Training:
@@ -118,6 +132,7 @@ class Training:
             raise
         except Exception as e:  # a model's own errors, of any kind
             raise ValueError(f"model {s.model!r} does not take {len(x)} samples of {s.data}, {tuple(x.shape)}: {line_of(e)}") from e
+        self._check_trained(model)
         wanted = (*y.shape, self.data.classes)
         if not isinstance(out, Tensor) or out.shape != wanted:
             found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -126,26 +141,30 @@ class Training:
             )
         return model.train()
 
+    def _check_trained(self, model: nn.Module) -> None:
+        count = len(list(model.parameters()))
+        if not any(p.requires_grad for p in model.parameters()):
+            has = f"all of its {count} parameters are frozen (requires_grad=False)" if count else "it has no parameters"
+            raise ValueError(f"model {self.settings.model!r} has nothing to train: {has}. Wanted is at least one that takes a gradient.")
+
     def _methods(self) -> tuple[Any, ...]:
         """As asked for; a budget is planned once, and then the plan holds."""
-        path, budget = self.folder / "methods.json", budget_of(self.settings.budget)
+        budget = budget_of(self.settings.budget)
         if budget is None:
             return methods_of(self.settings.method)
-        methods = self._planned(path, budget) if self.world.first else None  # the others do not look: the file may be there by then
+        methods = self._planned(budget) if self.world.first else None  # the others do not look: the file may be there by then
         return tuple(from_json(m) for m in self.world.firsts(methods))
 
-    def _planned(self, path: Path, budget: Any) -> list[dict[str, Any]]:
+    def _planned(self, budget: Any) -> list[dict[str, Any]]:
+        path = self.folder / "methods.json"
         if path.is_file():
             try:
                 return [m.to_json() for m in methods_of(path.read_text())]
             except ValueError as e:
-                raise ValueError(f"{path}: {e} Remove {self.folder} to begin again.") from e
+                raise ValueError(f"{path}: {e} A checkpoint's state.json has those it was; or remove {self.folder} to begin again.") from e
         plan = planner.plan(self.model, self._one_batch(), budget, optimizer=self.settings.optimizer)
         self.say(str(plan))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        methods = [m.to_json() for m in plan.methods]
-        write_json(path, methods)
-        return methods
+        return [m.to_json() for m in plan.methods]
 
     def _one_batch(self) -> Callable[[], Tensor]:
         """A batch as plan and profile take it: a function, as the loss is computed in autocast."""
@@ -274,6 +293,7 @@ class Training:
         own = {f"model/{k}": v for k, v in _tensors(self.model).items()}
         state = {
             "settings": self.settings.to_json(),
+            "methods": [m.to_json() for m in self.methods],
             "data": self._data_told(),
             "optimizer": described,
             "scaler": self.scaler.state_dict(),
@@ -313,14 +333,18 @@ class Training:
     def load(self, place: Path) -> None:
         tensors, state = checkpoint.load(place)
         try:
+            _check_state(state)
             self._load(tensors, state, place)
-        except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as e:
+        except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, ValueError) as e:
+            if isinstance(e, Other) or _out_of_memory(e):
+                raise
             raise ValueError(checkpoint.unreadable(place, e)) from e
 
     def _load(self, tensors: dict[str, Tensor], state: dict[str, Any], place: Path) -> None:
         _check_same(self.settings, Settings.from_json(state["settings"]), place)
         if state.get("data", self._data_told()) != self._data_told():
-            raise ValueError(f"{place} was trained on {state['data']}; now {self.settings.data} has {self._data_told()}. Give that data.")
+            raise Other(f"{place} was trained on {state['data']}; now {self.settings.data} has {self._data_told()}. Give that data.")
+        self._check_methods(state, place)
         self._fill(self.model, "model/", tensors, place)
         if self.averaged is not None:
             self._fill(self.averaged.model, "averaged/", tensors, place)
@@ -335,11 +359,20 @@ class Training:
         if self.monitor is not None:
             self.monitor.step, self.monitor.history = self.step, state.get("monitor", [])
 
+    def _check_methods(self, state: dict[str, Any], place: Path) -> None:
+        """Of a budget they stand in methods.json, which anyone can change. Older checkpoints do not tell theirs."""
+        there = tuple(from_json(m) for m in state["methods"]) if "methods" in state else self.methods
+        if there != self.methods:
+            raise Other(
+                f"{place} was trained with other methods ({_named(there)} there, {_named(self.methods)} now). Of a --budget they stand in "
+                f"{self.folder}/methods.json: put those back that the checkpoint's state.json has, or give another --out."
+            )
+
     def _fill(self, model: nn.Module, prefix: str, tensors: dict[str, Tensor], place: Path) -> None:
         own, tensors = model.state_dict(), {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if set(own) != set(tensors) or any(own[k].shape != tensors[k].shape for k in own):
             other = sorted(set(own) ^ set(tensors)) or [k for k in own if own[k].shape != tensors[k].shape]
-            raise ValueError(f"{place} is a checkpoint of another model than {self.settings.model!r}: {other[0]} differs, of {len(other)}.")
+            raise Other(f"{place} is a checkpoint of another model than {self.settings.model!r}: {other[0]} differs, of {len(other)}.")
         model.load_state_dict({k: sharded.part_of(t, own[k]) for k, t in tensors.items()})
 
     def keep_best(self) -> None:
@@ -351,10 +384,11 @@ class Training:
 
     # All of it
 
-    def nbytes(self) -> int:
-        """Of a checkpoint: the weights, two more of them for AdamW or one for SGD, and averaged ones."""
-        weights = sum(t.nbytes for t in self.model.state_dict().values())
-        return weights * (2 + (self.settings.optimizer == "adamw") + (self.averaged is not None))
+    def check_room(self) -> None:
+        """A checkpoint has the weights, two more of them for AdamW or one for SGD, and averaged ones."""
+        s, weights = self.settings, sum(t.nbytes for t in self.model.state_dict().values())
+        nbytes = weights * (2 + (s.optimizer == "adamw") + (self.averaged is not None))
+        checkpoint.check_room(self.folder, nbytes, s.keep_last, weights * s.best)
 
     def train(self, recorder: Recorder, bar: Any, stop: Stop) -> None:
         try:
@@ -456,7 +490,7 @@ class Training:
             "held": self.held,
             **{k: max([r[k] for r in recorder.rows if r[k] is not None], default=None) for k in ("peak", "allocated")},
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "methods": " + ".join(str(m) for m in self.methods) or "exact",
+            "methods": _named(self.methods),
             "report": str(self.report),
             "device": s.device,
         }
@@ -466,31 +500,61 @@ def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callab
     """Train, in `folder`, from where it stands; gives what result.json has."""
     folder, world = Path(folder), World()
     _check_packages(settings)
-    last = _started(settings, folder, resume)
-    with world.joined(settings.device), tuned():
-        training = _set_up(settings, folder, last, say)
-        world.wait()  # what the first one writes, the others must not find there
-        if not world.first:
-            return _helped(training)
-        recorder = Recorder(folder, settings, resume_at=training.step, tensorboard=settings.tensorboard)
-        if training.last and (not recorder.rows or recorder.rows[-1]["step"] < training.last["step"]):
-            recorder.epoch(**training.last)  # metrics.jsonl was lost; the checkpoint knows its last row
-        write_json(folder / "settings.json", settings.to_json())
-        for line in _introduced(training):
-            say(line)
-        full = False
-        with Stop() as stop, progress(training.steps, training.step) as bar:
-            try:
-                training.train(recorder, bar, stop)
-            except (RuntimeError, MemoryError) as e:
-                full = _out_of_memory(e)
-                if not full:
-                    raise
-        if full:  # here, and not where the error holds on to all that filled the memory
-            raise MemoryError(what_fits(training))
-    result = recorder.finish(training.result(recorder))
+    _check_folder(folder)
+    new = not folder.exists()
+    with contextlib.ExitStack() as stack:
+        if world.first and not new:
+            _lock(folder, stack)  # before what is there is read: another process may write it
+        last = _started(settings, folder, resume)
+        with world.joined(settings.device), tuned():
+            training = _set_up(settings, folder, last, say)
+            if world.first and new:
+                _lock(folder, stack, new=True)  # only now: a mistake that is found before leaves no folder
+            world.wait()  # what the first one writes, the others must not find there
+            if not world.first:
+                return _helped(training)
+            recorder = _begun(training, resume)
+            full = False
+            with Stop() as stop, progress(training.steps, training.step) as bar:
+                try:
+                    training.train(recorder, bar, stop)
+                except (RuntimeError, MemoryError) as e:
+                    full = _out_of_memory(e)
+                    if not full:
+                        raise
+            if full:  # here, and not where the error holds on to all that filled the memory
+                raise MemoryError(what_fits(training))
+        result = recorder.finish(training.result(recorder))
     say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{', best.safetensors' * settings.best}")
     return result
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack, new: bool = False) -> None:
+    try:
+        if new:
+            folder.mkdir(parents=True)
+        alone = locked(folder, stack) is not None
+    except FileExistsError:  # it was not there when this training was set up
+        alone = False
+    if not alone:
+        raise ValueError(f"another process trains in {folder}. Wait until it has ended, or give another --out.")
+
+
+def _begun(t: Training, resume: bool) -> Recorder:
+    """What is written and said before the first step."""
+    s = t.settings
+    recorder = Recorder(t.folder, s, resume_at=t.step, tensorboard=s.tensorboard)
+    if t.last and (not recorder.rows or recorder.rows[-1]["step"] < t.last["step"]):
+        recorder.epoch(**t.last)  # metrics.jsonl was lost; the checkpoint knows its last row
+    write_json(t.folder / "settings.json", s.to_json())
+    if s.budget is not None:
+        write_json(t.folder / "methods.json", [m.to_json() for m in t.methods])
+    for line in _introduced(t, resume):
+        t.say(line)
+    lost = recorder.lacks(t.step // t.per_epoch)
+    if lost:
+        t.say(f"{recorder.path} has no row of {lost}: curves and times go without.")
+    return recorder
 
 
 def _helped(training: Training) -> dict[str, Any]:
@@ -521,7 +585,7 @@ def _set_up(settings: Settings, folder: Path, last: Path | None, say: Callable[[
             raise
         raise MemoryError(f"out of memory on {settings.device} before the first step: the model and the data do not fit.") from e
     if training.step < training.steps:
-        checkpoint.check_room(folder, training.nbytes())
+        training.check_room()
     return training
 
 
@@ -538,7 +602,6 @@ def _check_packages(settings: Settings) -> None:
 
 def _started(settings: Settings, folder: Path, resume: bool) -> Path | None:
     """The checkpoint to go on from. What cannot be is told before anything is loaded or written."""
-    _check_folder(folder)
     last = checkpoint.latest(folder / "checkpoints")
     if not resume:
         if last is not None or (folder / "result.json").exists():
@@ -556,11 +619,24 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.state_dict(keep_vars=True))
 
 
+def _named(methods: tuple[Any, ...]) -> str:
+    return " + ".join(map(str, methods)) or "exact"
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    """A file can be whole JSON and still not be what was written."""
+    for name, kinds in STATE.items():
+        if not isinstance(state[name], kinds):
+            raise TypeError(f"{name} is {state[name]!r:.60}")
+    if state["last"] and not all(isinstance(state["last"].get(k), int) for k in ("epoch", "step")):
+        raise TypeError("last is no row of an epoch")
+
+
 def _check_same(settings: Settings, other: Settings, where: Path) -> None:
     differs = settings.differs(other)
     if differs:
         told = ", ".join(f"{k}: {was!r} there, {now!r} now" for k, (now, was) in differs.items())
-        raise ValueError(f"{where} has a training with other settings ({told}). Give those, or another --out.")
+        raise Other(f"{where} has a training with other settings ({told}). Give those, or another --out.")
 
 
 def _check_folder(folder: Path) -> None:
@@ -571,7 +647,7 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"--out {folder}: {there} cannot be written to. Give another folder.")
 
 
-def _introduced(t: Training) -> list[str]:
+def _introduced(t: Training, resume: bool) -> list[str]:
     count = sum(p.numel() for p in t.model.parameters()) / 1e6
     held = f"{readable(t.held)} held" if t.held is not None else f"held not counted ({t.why_not_held})"
     s = t.settings
@@ -579,6 +655,8 @@ def _introduced(t: Training) -> list[str]:
     steps = f"{t.steps} steps of {s.batch}" + (f" in {s.accumulate} parts" if s.accumulate > 1 else "")
     applied = [line for line in str(t.report).splitlines() if line and "known after" not in line]
     on = [f"Goes on after step {t.step}."] if 0 < t.step < t.steps else ["It is trained already."] if t.step else []
+    on += [f"{t.folder} has no checkpoint to go on from: the training begins."] if resume and not t.step else []
+    on += [f"--monitor {s.monitor} has nothing to compare: the gradients are exact."] if s.monitor and not t.methods else []
     return [*t.data.notes, *applied, f"{what}. {steps} on {s.device}, {s.dtype}; {held}. Seed {s.seed}.", *on]
 
 

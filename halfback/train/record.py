@@ -6,11 +6,13 @@
     report.html     all of it, as a page that opens from a file and needs no network
 
 A file is whole or not there: it is written beside its place and then moved into it. metrics.jsonl alone is appended to. Its last
-line may be torn where a training was killed, and is then left out when the training goes on.
+line may be torn where a training was killed, and is then left out when the training goes on. The file `lock` is empty: who trains in the
+folder holds a lock on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
@@ -18,7 +20,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ CURVES = ("epoch", "train_loss", "test_loss", "top1", "lr")
 COLUMNS = ("name", "method", "seed", "top1", "top5", "train_loss", "test_loss", "held", "peak", "step_ms", "seconds")
 FIGURES = ("top1", "top5", "test_loss", "train_loss", "best_top1", "epochs", "steps", "seconds", "step_ms", "held", "peak", "parameters")
 NEEDED = (*FIGURES, "methods", "report")  # of a result; a figure that is not known is None
+LOCK = "HALFBACK_LOCK"  # names, to a process that inherits a lock, the number of its open file
 
 Row = dict[str, Any]
 
@@ -54,14 +58,56 @@ def write_json(path: Path, data: Any) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        with _writing(path):
+            with beside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """An error of the disk names the file, and what to do."""
+    try:
+        yield
+    except OSError as e:
+        there = "What was there stays. " if path.exists() else ""
+        advice = "Free some room, or make it writable, and give the same command again."
+        raise OSError(f"{path} cannot be written ({e.strerror or e}). {there}{advice}") from e
+
+
+def locked(folder: Path, stack: contextlib.ExitStack) -> int | None:
+    """The lock of a folder: the number of its open file, or None where another process has it.
+
+    It ends with the stack, or with the process, however that ends; but for a process that inherited it, which has it all along.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "lock"
+    number = _inherited(path)
+    if number is None:
+        number = stack.enter_context(path.open("w")).fileno()
+    try:
+        import fcntl
+
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except (ImportError, OSError):  # Windows has no such locks, nor have some file systems: then two must not train in a folder
+        pass
+    return number
+
+
+def _inherited(path: Path) -> int | None:
+    """The open file of the lock, where who started this process has handed it on. A number alone may mean any file by now."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        number = int(os.environ[LOCK])
+        if os.path.samestat(os.fstat(number), path.stat()):
+            return number
+    return None
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -112,7 +158,7 @@ class Recorder:
     def epoch(self, *, epoch: int, step: int, **row: Any) -> None:
         """A row more: on the disk when this returns."""
         new: Row = finite({"epoch": epoch, "step": step, **row})
-        with self.path.open("a", encoding="utf-8") as file:
+        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line(new))
             file.flush()
             os.fsync(file.fileno())
@@ -121,6 +167,13 @@ class Recorder:
             for name, value in _scalars(new):
                 self.board.add_scalar(name, value, step)
             self.board.flush()
+
+    def lacks(self, epochs: int) -> str:
+        """Which of the first epochs have no row, as "epochs 2 to 4, 7": lines were lost. Empty: none."""
+        lost = sorted(set(range(1, epochs + 1)) - {row["epoch"] for row in self.rows})
+        spans = [[n for _, n in span] for _, span in groupby(enumerate(lost), lambda pair: pair[1] - pair[0])]
+        told = ", ".join(f"{s[0]} to {s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)
+        return f"epoch{'s' * (len(lost) > 1)} {told}" if lost else ""
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, summary.csv, curves.png and report.html; returns the result with all that was added to it.

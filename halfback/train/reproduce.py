@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .recipes import LOCAL, Recipe, Run, differing, find, finished, load, name_of, read_result, runs_folders
-from .record import check_drawing, write_json, write_text
+from .record import LOCK, check_drawing, locked, write_json, write_text
 from .results import PAGE, TIMES, collect, duration, listing, page, percent, told
 from .settings import STOPPED
 from .timed import time_arms
@@ -112,7 +112,7 @@ class Pool:
         while self.waiting and len(self.running) < self.side_by_side:
             task = self.waiting.popleft()
             with contextlib.ExitStack() as stack:
-                lock = _locked(task.folder, stack)
+                lock = locked(task.folder, stack)
                 if lock is None:
                     self.say(f"{task.run.id}: another process trains it; left alone.")
                     self.left.append(task)
@@ -127,7 +127,7 @@ class Pool:
         was = int(beside.read_text()) if beside.exists() else 1
         write_text(beside, str(max(was, self.side_by_side)))
         threads = str(max(1, (os.cpu_count() or 1) // self.side_by_side))  # or all of them would want every core
-        env = os.environ if self.side_by_side == 1 else {"OMP_NUM_THREADS": threads, **os.environ}
+        env = {**({} if self.side_by_side == 1 else {"OMP_NUM_THREADS": threads}), **os.environ, LOCK: str(lock)}
         with (task.folder / "log.txt").open("ab") as log:
             task.process = subprocess.Popen(
                 command(asked, task.folder),
@@ -214,19 +214,6 @@ class Pool:
         if not over or epochs <= 0:
             return ""
         return f", about {duration(rest * (time.monotonic() - self.begun) / epochs)} to go"
-
-
-def _locked(folder: Path, stack: contextlib.ExitStack) -> int | None:
-    """A lock that ends with the stack, but for a process that inherited it. None: someone else has it."""
-    import fcntl  # not on Windows, where recipes can still be read
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = stack.enter_context((folder / "lock").open("w"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return lock.fileno()
 
 
 def _is_done(task: Task) -> bool:
