@@ -23,6 +23,7 @@ from . import memory, planner, rewrite, ways
 from .blocks import find_blocks
 from .compare import Settings, made_of, split_list
 from .data import load_data
+from .files import write_text
 from .heads import find_heads
 from .memory import Comparison, Profile
 from .methods import SBP, DropIT, Method, parse
@@ -80,10 +81,10 @@ def write(args: argparse.Namespace, say: Say, data: Any, content: Callable[[], d
     if str(args.json) == "-":
         print(text, end="")
     elif text:
-        Path(args.json).write_text(text)
+        write_text(Path(args.json), text)
         written.append(str(args.json))
     if drawn:
-        Path(args.html).write_text(drawn, encoding="utf-8")
+        write_text(Path(args.html), drawn)
         written.append(str(args.html))
     if written:
         say(f"\nWritten: {', '.join(written)}")

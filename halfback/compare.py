@@ -38,6 +38,7 @@ from . import __version__
 from .batches import loss_of, output_of
 from .data import Data, load_data
 from .extras import install
+from .files import write_text
 from .memory import profile
 from .methods import parse
 from .models import VIT_B16, load_model, small_vit
@@ -303,11 +304,11 @@ def compare(settings: Settings, out: Path, say: Callable[[str], Any] = print, ht
             entries = train_all(settings, methods, data, bar)
     summarize(entries)
     result = {"settings": asdict(settings), **surroundings(settings.device), "seconds": time.perf_counter() - begin, "methods": entries}
-    (out / "compare.json").write_text(json.dumps(result, indent=1) + "\n")
-    seeds = f"{settings.seeds} seeds" if settings.seeds > 1 else "one seed"
-    picture(entries, f"{settings.model} on {data.name}, {seeds}, {settings.device}", out / "compare.png")
     say("\n" + table(entries) + "\n")
     say("\n".join(remarks(entries, settings.seeds, settings.device)))
+    write_text(out / "compare.json", json.dumps(result, indent=1) + "\n")
+    seeds = f"{settings.seeds} seeds" if settings.seeds > 1 else "one seed"
+    picture(entries, f"{settings.model} on {data.name}, {seeds}, {settings.device}", out / "compare.png")
     written = [out / "compare.json", out / "compare.png"]
     if html is not None:
         head = {"title": f"halfback compare {settings.model}", "subtitle": f"{settings.model} on {data.name}, {seeds}, {settings.device}"}

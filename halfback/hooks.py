@@ -275,7 +275,7 @@ def _know_matmul() -> bool:
     from torch._dynamo.variables import builtin
 
     builtin.BUILTIN_TO_TENSOR_RFN_MAP.setdefault(operator.matmul, Tensor.__rmatmul__)
-    known = getattr(builtin.BuiltinVariable, "_binops", dict)()
+    known: dict[Any, Any] = getattr(builtin.BuiltinVariable, "_binops", dict)()
     if operator.matmul not in known:
         known[operator.matmul] = (["__matmul__", "__rmatmul__", "__imatmul__"], operator.imatmul)
         getattr(builtin.BuiltinVariable._binop_handlers, "cache_clear", lambda: None)()  # they are made from it

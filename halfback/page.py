@@ -20,12 +20,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .files import write_text
+
 PARTS = ("title", "subtitle", "made", "profiles", "pareto", "audit", "compare")
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: str | Path, content: dict[str, Any]) -> None:
-    Path(path).write_text(page(content), encoding="utf-8")
+    write_text(Path(path), page(content))
 
 
 def page(content: dict[str, Any]) -> str:

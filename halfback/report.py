@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
+
+from .files import write_bytes
 
 
 def readable(size: float) -> str:
@@ -82,7 +85,9 @@ def picture(entries: list[dict[str, Any]], title: str, path: Path) -> None:
     )
     canvas.draw()
     apart(texts, canvas)
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    write_bytes(path, content.getvalue())
 
 
 def apart(texts: list[Any], canvas: Any) -> None:

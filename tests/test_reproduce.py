@@ -601,10 +601,12 @@ def test_the_list_tells_what_is_done(here):
     broken.parent.mkdir()
     broken.write_text("RECIPE = 1")
     ran(only="*_s0")
+    assert "3/6" in listing() and "one seed so far, which tells nothing" in listing()
+    ran(only="exact_*,*0.2_*")
     head, _, first, second = listing().splitlines()
     assert head.split() == "name runs minutes measured what paper".split()
     assert first.startswith("broken") and "has no RECIPE" in first
-    assert second.split()[:3] == ["claim", "3/6", "2"] and "exact 91.00 %, others +1.00 to +2.00" in second and "more is more" in second
+    assert second.split()[:3] == ["claim", "5/6", "2"] and "exact 91.50 %, others +1.00 " in second and "more is more" in second
 
 
 def test_the_committed_page_is_what_the_results_give(monkeypatch):

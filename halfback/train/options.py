@@ -15,7 +15,7 @@ the same weights, bit for bit on a CPU. Ctrl-C and SIGTERM finish the step and s
 Ctrl-C stops at once.
 
 Written to --out: settings.json, metrics.jsonl (a line an epoch), checkpoints/, best.safetensors, with --budget methods.json, and at the
-end result.json, summary.csv, curves.png and report.html.
+end result.json, summary.csv, curves.png and report.html. One process trains there at a time: it holds a lock on the file `lock`.
 """
 EXAMPLES = """\
 data:

@@ -20,13 +20,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..compare import surroundings
 from ..extras import install
+from ..files import write_bytes, write_text, writing
 from ..page import finite
 from ..report import readable
 from .settings import Settings
@@ -43,41 +44,12 @@ Row = dict[str, Any]
 # Files
 
 
-def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
-
-
 def write_json(path: Path, data: Any) -> None:
     """JSON with null for what is not finite, and with a list of numbers on one line."""
     text = json.dumps(finite(data), indent=1, allow_nan=False, ensure_ascii=False)
     # A line's end is never inside of a text in JSON, so this finds lists without texts, lists and objects in them.
     text = re.sub(r'\[\n\s*([^\[\]{}"]*?)\n\s*\]', lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text)
     write_text(path, text + "\n")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with _writing(path):
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """An error of the disk names the file, and what to do."""
-    try:
-        yield
-    except OSError as e:
-        there = "What was there stays. " if path.exists() else ""
-        advice = "Free some room, or make it writable, and give the same command again."
-        raise OSError(f"{path} cannot be written ({e.strerror or e}). {there}{advice}") from e
 
 
 def locked(folder: Path, stack: contextlib.ExitStack) -> int | None:
@@ -158,7 +130,7 @@ class Recorder:
     def epoch(self, *, epoch: int, step: int, **row: Any) -> None:
         """A row more: on the disk when this returns."""
         new: Row = finite({"epoch": epoch, "step": step, **row})
-        with _writing(self.path), self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line(new))
             file.flush()
             os.fsync(file.fileno())

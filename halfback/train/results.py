@@ -334,13 +334,15 @@ def _listed(path: Path) -> list[str]:
         done = finished(recipe, runs_folders(path, None))
     except ValueError as e:
         return ["–", "–", "", _short(str(e), 90), ""]
-    measured = _measured(results_of(recipe, name_of(path), done, {"arms": {}})) if done else ""
+    measured = _measured(judged(results_of(recipe, name_of(path), done, {"arms": {}}))) if done else ""
     minutes = "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
     return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, _short(recipe.title, 50), _short(recipe.paper, 70)]
 
 
 def _measured(results: Result) -> str:
     by = results["measure"]
+    if not results["arms"]:
+        return "one seed so far, which tells nothing"
     base = next((a["mean"][by] for a in results["arms"] if a["name"] == results["against"]), None)
     others = [a for a in results["arms"] if a["against"] and not a.get("like")]
     apart = [a["against"][by]["mean"] for a in others if a["against"][by]["mean"] is not None]
