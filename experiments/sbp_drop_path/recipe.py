@@ -11,8 +11,8 @@ def verdict(results: dict) -> str:
     best = {kind: max(RATES, key=lambda rate: found[f"{kind}, drop path {rate:g}"]) for kind in ("exact", "SBP")}
     exact, sbp = (found[f"{kind}, drop path {rate:g}"] for kind, rate in best.items())
     return (
-        f"Best for exact training is drop path {best['exact']:g}, for SBP {best['SBP']:g}; with its own each, SBP is {sbp - exact:+.2f} points "
-        "from exact training. What is best here, the main recipe may use for its arms."
+        f"Best for exact training is drop path {best['exact']:g}, for SBP {best['SBP']:g}; with its own each, SBP is {sbp - exact:+.2f} "
+        "points from exact training. What is best here, the main recipe may use for its arms."
     )
 
 
