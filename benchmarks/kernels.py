@@ -2,19 +2,22 @@
 
     python benchmarks/kernels.py                     a 50176 x 3072 tensor in bf16: the hidden layer of ViT-B's MLP, 256 images
     python benchmarks/kernels.py --out rows.jsonl    rows go there instead of benchmarks/results/kernels.jsonl
+    python benchmarks/kernels.py --only gate --only loss    those rows alone
 
 First every fused kernel is compared with its reference, bit by bit, on the GPU; then each is timed: the median of CUDA events over 30
 calls after 5. What fails is a row that says so, and the last line; the others are timed anyway. Rows marked * are what halfback runs.
+Rows of losses are of a language model's last layer, forward and backward, with so many rows in a part (ChunkedLoss), and whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,12 +26,13 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from halfback import codes, keep
+from halfback import codes, heads, keep
 from halfback.kernels import GROUP, fused, reference
 
 SHAPE = (50176, 3072)
 CALLS, WARMUP = 30, 5
 WRITERS = ("rounds", "scatter", "gather")
+TOKENS, WIDTH, VOCABULARY = 32768, 576, 49152  # of SmolLM2-135M, 64 texts of 512 tokens
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 
 Row = tuple[str, Callable[[], object]]
@@ -88,16 +92,35 @@ def elementwise(x: Tensor) -> Iterator[tuple[str, Callable, Callable]]:
         yield name, lambda f=name, a=args: getattr(fused, f)(*a), lambda f=name, a=args: getattr(reference, f)(*a)
 
 
+def gates(x: Tensor) -> Iterator[tuple[str, Callable, Callable]]:
+    """Not bit by bit: exponentials differ in the last place, and the reference rounds what it restores."""
+    for width in (4, 8):
+        held = reference.gate(x, x.flip(0), "silu", width)[1:]
+        calls = [("gate", (x, x.flip(0), "silu", width)), ("gate_again", (*held, x.numel(), "silu", width, x.dtype))]
+        for name, args in (*calls, ("gate_backward", (x, *held, "silu", width))):
+            yield f"{name} {width} bits", lambda f=name, a=args: getattr(fused, f)(*a), lambda f=name, a=args: getattr(reference, f)(*a)
+
+
+def close(a, b) -> bool:
+    if isinstance(a, tuple):
+        return all(close(u, v) for u, v in zip(a, b, strict=True))
+    if a.dtype == torch.uint8 or a.ndim == 2:  # codes and scales
+        return equal(a, b)
+    near = 1e-5 if a.dtype == torch.float32 else 3e-2
+    return torch.allclose(a.float(), b.float(), rtol=near, atol=near, equal_nan=True)
+
+
 def wrong() -> list[str]:
     """Every kernel that differs from its reference, or fails, with the first case."""
     found: dict[str, str] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for at, x in enumerate(samples(dtype)):
-            for name, ours, defined in (*selections(x), *elementwise(x)):
+            cases = [(*case, equal) for case in (*selections(x), *elementwise(x))] + [(*case, close) for case in gates(x)]
+            for name, ours, defined, same in cases:
                 if name in found:
                     continue
                 try:
-                    if not equal(ours(), defined()):
+                    if not same(ours(), defined()):
                         found[name] = f"{name}: differs from the reference, {dtype}, n = {x.numel()}, sample {at}"
                 except Exception as e:  # whatever it is, the other kernels are still worth measuring
                     found[name] = f"{name}: {type(e).__name__}: {str(e)[:300]}"
@@ -141,6 +164,28 @@ def others(x: Tensor) -> Iterator[Row]:
         yield f"scale_by_code {width} bits *", lambda c=code, t=table: fused.scale_by_code(x, c, t)
 
 
+def gated(x: Tensor) -> Iterator[Row]:
+    u = x.flip(0)
+    yield "silu(x) * u, compiled", torch.compile(lambda: F.silu(x) * u)
+    for width in (4, 8):
+        held = fused.gate(x, u, "silu", width)[1:]
+        yield f"gate {width} bits *", lambda w=width: fused.gate(x, u, "silu", w)
+        yield f"gate_again {width} bits *", lambda w=width, h=held: fused.gate_again(*h, x.numel(), "silu", w, x.dtype)
+        yield f"gate_backward {width} bits *", lambda w=width, h=held: fused.gate_backward(u, *h, "silu", w)
+
+
+def losses(x: Tensor) -> Iterator[Row]:
+    hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=x.dtype, requires_grad=True)
+    weight = (0.02 * torch.randn(VOCABULARY, WIDTH, device="cuda")).to(x.dtype).requires_grad_()
+    target = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
+    whole = torch.compile(lambda: F.cross_entropy(F.linear(hidden, weight).float(), target))
+    yield "loss, whole, compiled", lambda: torch.autograd.grad(whole(), (hidden, weight))
+    for rows in (1024, heads.rows_of_a_part(VOCABULARY), 2048, 2688, 4096, 5376, 8192):
+        star = " *" if rows == heads.rows_of_a_part(VOCABULARY) else ""
+        part = functools.partial(heads.cross_entropy, hidden, weight, None, target, rows)
+        yield f"loss, {rows} rows a part{star}", lambda part=part: torch.autograd.grad(part(), (hidden, weight))
+
+
 def plain(x: Tensor) -> Iterator[Row]:
     yield "copy", lambda: x.clone()
     yield "flat top-k, keep 0.1", lambda: x.abs().topk(keep.count(0.1, x.numel()), sorted=False)
@@ -159,12 +204,18 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
-def rows(shape: tuple[int, int]) -> Iterator[dict]:
+def rows(shape: tuple[int, int], only: Sequence[str]) -> Iterator[dict]:
     """GELU's outputs, and once more normal numbers for what depends on data."""
+
+    def wanted(label: str) -> bool:
+        return not only or any(word in label for word in only)
+
     x = F.gelu(torch.randn(shape, device="cuda", dtype=torch.bfloat16)).view(-1)
     copy = milliseconds(lambda: x.clone())
-    for group in (plain, selecting, restoring, others):
+    for group in (plain, selecting, restoring, others, gated, losses):
         for label, call in group(x):
+            if not wanted(label):
+                continue
             try:
                 ms = milliseconds(call)
                 yield {"kernel": label, "ms": round(ms, 4), "copies": round(ms / copy, 2)}
@@ -172,6 +223,8 @@ def rows(shape: tuple[int, int]) -> Iterator[dict]:
                 yield {"kernel": label, "error": f"{type(e).__name__}: {str(e)[:200]}"}
     x.normal_()
     label, call = next(selecting(x))
+    if not wanted(label):
+        return
     ms = milliseconds(call)
     yield {"kernel": f"{label} normal numbers", "ms": round(ms, 4), "copies": round(ms / copy, 2)}
 
@@ -180,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rows", type=int, default=SHAPE[0], help="rows of the tensor, for a smaller GPU")
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this in it; may be given again")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/kernels.py: no CUDA device is visible. The kernels run on one; on a CPU the reference does.", file=sys.stderr)
@@ -199,7 +253,7 @@ def main() -> int:
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     with asked.out.open("a") as file:
-        for row in rows((asked.rows, SHAPE[1])):
+        for row in rows((asked.rows, SHAPE[1]), asked.only):
             print(f"{row['kernel']:40}" + (f"{row['ms']:9.3f} ms {row['copies']:6.2f}" if "ms" in row else row["error"]), flush=True)
             file.write(json.dumps({**about, **row}) + "\n")
     return 1 if failures else 0
