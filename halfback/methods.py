@@ -353,6 +353,8 @@ def _parse_one(node: ast.expr, text: str, form: str) -> Any:
 
 def from_json(data: dict[str, Any]) -> Any:
     """The method that `to_json` wrote."""
+    if not isinstance(data, dict):
+        raise ValueError(f"from_json(): {data!r} is no method: wanted an object, as {{'method': 'sbp', 'keep': 0.5}}.")
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "method"}
     if data.get("method") not in METHODS:
         raise ValueError(f"from_json(): method={data.get('method')!r} is none of {', '.join(METHODS)}.")

@@ -61,7 +61,7 @@ SLACK = 1.02  # a choice whose estimate is above the budget by this is not count
 PRESETS = Path(__file__).with_name("presets.json")
 
 
-def parse_size(text: Any, verb: str = "plan") -> int:
+def parse_size(text: Any, asked: str = "plan()") -> int:
     """Bytes of a size as people write it: "10GiB", "16 GB", 2**30.
 
     >>> parse_size("1.5GiB")
@@ -74,7 +74,7 @@ def parse_size(text: Any, verb: str = "plan") -> int:
     unit = unit if unit in UNITS else unit + "b"
     size = float(match[1]) * UNITS[unit] if match is not None and unit in UNITS else 0
     if not 1 <= size < 2**63:
-        raise ValueError(f"{verb}(): {text!r} is no size. Write it as '10GiB', '800MiB' or '16GB', or as a number of bytes.")
+        raise ValueError(f"{asked}: {text!r} is no size. Write it as '10GiB', '800MiB' or '16GB', or as a number of bytes.")
     return int(size)
 
 

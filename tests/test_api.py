@@ -320,3 +320,9 @@ def test_importing_is_light():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("data", [1, "sbp", None, ["sbp"]])
+def test_json_that_is_no_object_is_no_method(data):
+    with pytest.raises(ValueError, match=r"from_json\(\): .* is no method: wanted an object, as {'method': 'sbp', 'keep': 0.5}"):
+        from_json(data)

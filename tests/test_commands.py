@@ -482,7 +482,7 @@ def test_audit_trains_if_asked_to(capsys):
         (["profile", "small-vit", "--html", "nowhere/page.html"], "cannot be written: there is no folder nowhere"),
         (["profile", "small-vit", "--json", "FOLDER"], "is a folder; name a file"),
         (["plan", "small-vit"], "the following arguments are required: --budget"),
-        (["plan", "small-vit", "--budget", "10 apples"], "'10 apples' is no size"),
+        (["plan", "small-vit", "--budget", "10 apples"], "--budget: '10 apples' is no size"),
         (["plan", "small-vit", "--budget", "16"], "--budget 16 has no unit"),
         (["plan", "small-vit", "--budget", "0.5", "--batch", "max"], "--batch max needs a budget as 10GiB"),
         (["plan", "small-vit", "--budget", "0.5", "--batch", "most"], "--batch most is no number of samples"),

@@ -121,6 +121,15 @@ def test_operators_pass_torchs_own_checks(bits):
         torch.library.opcheck(getattr(torch.ops.halfback, name), args, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_gates_of_fp64_are_not_computed_in_fp32(monkeypatch):
+    class OnGPU:
+        is_cuda = True
+
+    monkeypatch.setattr(kernels, "_fused", lambda: "fused")
+    assert kernels._at(OnGPU()) == kernels._at(OnGPU(), torch.float32) == "fused"
+    assert kernels._at(OnGPU(), torch.float64) is reference
+
+
 def test_the_fused_kernels_are_not_imported_on_a_cpu():
     code = """if True:
         import sys, torch, halfback

@@ -24,6 +24,7 @@ COMPILED = {
     THIRD: "sbp(keep=0.5, layers='last 1/3')+lean+chunkedloss+recompute(layers='first 1/10')",
     "SBP on the last third, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss",
     "SBP on the last quarter, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/4')+{FEW}+chunkedloss",
+    "SBP on the last fifth, DropIT, 4 bits, loss in parts": f"sbp(keep=0.5, layers='last 1/5')+{FEW}+chunkedloss",
 }
 LESS = {  # less time for more memory, with the same gradients
     "Lean, loss in parts, a fifth recomputed": ("lean+chunkedloss+recompute(layers='first 1/5')", "Lean, loss in parts, Recompute"),

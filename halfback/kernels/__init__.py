@@ -37,8 +37,9 @@ def _fused() -> ModuleType | None:
     return fused
 
 
-def _at(x: Tensor) -> ModuleType:
-    return (_fused() if x.is_cuda else None) or reference
+def _at(x: Tensor, dtype: torch.dtype | None = None) -> ModuleType:
+    """`dtype`: of numbers that are computed with, for which fp32, as the fused kernels have it, must do."""
+    return (_fused() if x.is_cuda and dtype is not torch.float64 else None) or reference
 
 
 def _elementwise(f: Callable) -> Callable:
@@ -113,21 +114,21 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, group: int = GR
 
 @_operator
 def gate(g: Tensor, u: Tensor, name: str, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _at(g).gate(g, u, name, bits)
+    return _at(g, g.dtype).gate(g, u, name, bits)
 
 
 @_operator
 def gate_again(
     codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, n: int, name: str, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    return _at(codes_g).gate_again(codes_g, scales_g, codes_u, scales_u, n, name, bits, dtype)
+    return _at(codes_g, dtype).gate_again(codes_g, scales_g, codes_u, scales_u, n, name, bits, dtype)
 
 
 @_operator
 def gate_backward(
     grad: Tensor, codes_g: Tensor, scales_g: Tensor, codes_u: Tensor, scales_u: Tensor, name: str, bits: int
 ) -> tuple[Tensor, Tensor]:
-    return _at(grad).gate_backward(grad, codes_g, scales_g, codes_u, scales_u, name, bits)
+    return _at(grad, grad.dtype).gate_backward(grad, codes_g, scales_g, codes_u, scales_u, name, bits)
 
 
 @_operator
