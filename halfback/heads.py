@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .attention import cast
 from .blocks import find_blocks
-from .hooks import Standin
 from .kernels import cross_entropy_
 from .notes import constant, listen, log, note
+from .standins import Standin
 from .streams import Through
 
 LEAST = 4096  # outputs that make a layer worth it

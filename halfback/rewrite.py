@@ -2,7 +2,7 @@
 
 SBP and SkipTokens reach a model by hooks: one on each chosen block that splits its input and, after the last of a run, one that
 merges its output; one pair on the root that frames a forward. Recompute sets `forward` on the instance of a block, since a hook
-cannot run a forward twice (hooks.py); Lean and DropIT set it on the root and on blocks, to put a ledger around it (watch.py). No
+cannot run a forward twice (recompute.py); Lean and DropIT set it on the root and on blocks, to put a ledger around it (watch.py). No
 class is swapped, no function patched, no name or parameter added.
 """
 
@@ -20,9 +20,11 @@ from torch import nn
 
 from . import blocks as finding
 from .heads import LEAST, Spared, bodies, find_heads
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Known, Leave, Plain, Recomputed, Standin, State, standins
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, State
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
+from .recompute import Recomputed
+from .standins import Known, Standin, standins
 from .watch import Row, Unseen, Watch, Watched, choose_layers
 
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from . import layers
 from .blocks import patterns_of
 from .compiled import Marking, marks
-from .hooks import Standin, checkpointed, standins
 from .ledger import Approximated, Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import constant, listen, note, rank
+from .recompute import checkpointed
+from .standins import Standin, standins
 
 
 @dataclass(frozen=True)

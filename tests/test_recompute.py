@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.parametrizations import spectral_norm
 
 import halfback as hb
-from halfback.hooks import SMALL, Had
+from halfback.recompute import SMALL, Had
 
 D = 16
 BESIDE = {
