@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import importlib.util
@@ -169,6 +170,8 @@ def test_pages_work_as_files(site, browser, where):
 
 
 def test_the_search_finds(site, browser):
+    from playwright.sync_api import TimeoutError
+
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
             pass
@@ -182,8 +185,14 @@ def test_the_search_finds(site, browser):
         tab.goto(f"http://127.0.0.1:{server.server_port}/index.html")
         with tab.expect_console_message(lambda m: "ready" in m.text):
             tab.reload()
-        tab.locator("#mkdocs-search-query").press_sequentially("BatchNorm")
-        tab.wait_for_selector("#mkdocs-search-results a[href*=caveats]")
+        query, found = tab.locator("#mkdocs-search-query"), tab.locator("#mkdocs-search-results a[href*=caveats]").first
+        for _ in range(20):  # the index is ready before the field listens, and what is typed in between is lost
+            query.fill("")
+            query.press_sequentially("BatchNorm")
+            with contextlib.suppress(TimeoutError):
+                found.wait_for(timeout=1500)
+                break
+        assert found.is_visible()
         tab.close()
         server.shutdown()
     assert wrong == []
