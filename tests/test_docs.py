@@ -182,9 +182,8 @@ def test_the_search_finds(site, browser):
         wrong = []
         tab.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
         tab.on("pageerror", lambda e: wrong.append(str(e)))
-        tab.goto(f"http://127.0.0.1:{server.server_port}/index.html")
         with tab.expect_console_message(lambda m: "ready" in m.text):
-            tab.reload()
+            tab.goto(f"http://127.0.0.1:{server.server_port}/index.html")
         query, found = tab.locator("#mkdocs-search-query"), tab.locator("#mkdocs-search-results a[href*=caveats]").first
         for _ in range(20):  # the index is ready before the field listens, and what is typed in between is lost
             query.fill("")
@@ -192,7 +191,7 @@ def test_the_search_finds(site, browser):
             with contextlib.suppress(TimeoutError):
                 found.wait_for(timeout=1500)
                 break
-        assert found.is_visible()
+        assert found.is_visible(), (wrong, tab.inner_html("#mkdocs-search-results"))
         tab.close()
         server.shutdown()
     assert wrong == []
