@@ -399,8 +399,6 @@ class Spared(Standin):
         if torch.compiler.is_compiling():
             _warn(self.owner, self.name, self.instead)
             return self.plain(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func
-            return self.plain(*args, **kwargs)
         with Sparing(self):
             return self.plain(*args, **kwargs)
 

@@ -217,8 +217,8 @@ class ChunkedLoss(Method):
     """A language model's scores (logits) are never all there: its last layer and the cross entropy run on some rows at a time. The
     gradient is exact, the same sums in another order. What else asks for the scores gets them, computed.
 
-    rows   so many rows (tokens) at a time. More are faster, as each part adds to the weight's gradient, and take more memory. None: as many
-           as have 128 MiB of scores
+    rows   so many rows (tokens) at a time: more take more memory, fewer make more parts, each of which adds to the weight's gradient. None:
+           as many as have 128 MiB of scores
     """
 
     rows: int | None = None

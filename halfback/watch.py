@@ -242,8 +242,8 @@ class Watched(Standin):
                 note(watch.owner, "the model", "compiled", "random selections and roundings are left exact")
             with Marking(watch, again):
                 return self.plain(*args, **kwargs)
-        if (watch.ledger is not None and watch.ledger.mine()) or torch._C._functorch.peek_interpreter_stack() is not None:
-            return self.plain(*args, **kwargs)  # inside a frame; or torch.func: per-sample gradients
+        if watch.ledger is not None and watch.ledger.mine():  # inside a frame
+            return self.plain(*args, **kwargs)
         with watch.open() as ledger:
             ledger.give(args, kwargs)
             out = self.plain(*args, **kwargs)

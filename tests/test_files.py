@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -31,6 +30,10 @@ def test_a_link_stays_a_link(tmp_path):
     assert (tmp_path / "link.json").is_symlink() and (tmp_path / "real.json").read_text() == "[]"
 
 
-def test_what_is_no_file_is_written_to():
-    write_bytes(Path(os.devnull), b"anything")
-    assert not Path(os.devnull).is_file()
+def test_what_is_no_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_bytes(pipe, b"anything")
+    assert os.read(reader, 100) == b"anything" and pipe.is_fifo()
+    os.close(reader)

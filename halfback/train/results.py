@@ -284,7 +284,7 @@ def _speed(arm: Result, unit: str) -> str:
 
 TABLE: tuple[tuple[str, Callable[[Result, Result], str]], ...] = (
     ("arm", lambda a, r: a["name"]),
-    ("seeds", lambda a, r: _seeds(a, r)),
+    ("seeds", _seeds),
     ("test loss", lambda a, r: _mean(a, "test_loss", 3) if r["measure"] == "test_loss" else ""),
     ("top-1, %", lambda a, r: _mean(a, "top1", 2) if r["measure"] == "top1" else ""),
     ("difference", _difference),
