@@ -20,8 +20,6 @@ from torch import Tensor
 from . import kernels
 from .stores import FewBits, Held, Layout
 
-RUN = kernels.reference.ACTIVE
-
 
 @dataclass(frozen=True)
 class Gate:

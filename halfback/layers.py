@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import codes, kernels
-from .gates import RUN, Gate, Gated
+from .gates import Gate, Gated
 from .ledger import SMALL, Approximated, Blank, Constant, Entry, Fill, Inner, Ledger, Recipe, Rule, Stored, Use, geometry, ordinary
 from .stores import Layout, Rows, Signs, flat
 
@@ -498,7 +498,7 @@ class Coded(torch.autograd.Function):
         ctx.name, ctx.bits = name, bits
         edges, _ = codes.table(name, bits, x.device)
         ctx.save_for_backward(kernels.encode(x.detach().contiguous().view(-1), edges))
-        return RUN[name](x)
+        return kernels.reference.ACTIVE[name](x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -15,7 +15,7 @@ from test_lean import gradients, worst
 from torch import nn
 
 import halfback as hb
-from halfback.gates import RUN
+from halfback.kernels.reference import ACTIVE
 from halfback.ledger import Remembered
 from halfback.stores import FewBits, Layout
 
@@ -39,7 +39,7 @@ class Gated(nn.Module):
 
     def forward(self, x):
         g, u = self.factors(x)
-        f = RUN[self.name]
+        f = ACTIVE[self.name]
         return self.down(u * f(g) if self.how == "gate last" else f(g) * u)
 
 
@@ -51,7 +51,7 @@ def restored(x, bits):
 def by_hand(model, x, grad, bits):
     """The gradients of x and of all weights, by autograd on the restored factors."""
     g, u = (restored(t, bits) for t in model.factors(x))
-    h = RUN[model.name](g) * u
+    h = ACTIVE[model.name](g) * u
     h.backward(grad @ model.down.weight)
     flat = x.detach().flatten(0, 1)
     found = {"gate": g.grad.flatten(0, 1), "up": u.grad.flatten(0, 1)}
@@ -62,7 +62,7 @@ def by_hand(model, x, grad, bits):
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "how"), [*itertools.product(RUN, (4, 8), ("gate first",)), ("silu", 8, "gate last"), ("silu", 8, "fused")]
+    ("name", "bits", "how"), [*itertools.product(ACTIVE, (4, 8), ("gate first",)), ("silu", 8, "gate last"), ("silu", 8, "fused")]
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_equal_autograd_on_the_restored_factors(name, bits, how, compiled):
