@@ -1,11 +1,16 @@
-"""The same gradients on a GPU as on the CPU. Skipped where there is none; also runs as a script: python tests/test_cuda.py"""
+"""The same gradients on a GPU as on the CPU. Skipped where there is none; also runs as a script, which may be told what to check:
+
+python tests/test_cuda.py losses compiled
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +60,19 @@ def autocast(name: str, mode: str) -> float:
     return ((out - plain).abs().max() / plain.abs().max()).item()
 
 
-def check() -> None:
+def check(parts: Sequence[str] = ()) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    for name in parts or PARTS:
+        PARTS[name]()
+
+
+def check_attention() -> None:
     print("heads of 64 in bf16, fp32 and fp64:", [_chosen(0, d, 64) for d in (torch.bfloat16, torch.float32, torch.float64)], flush=True)
     check_kept_attention()
-    check_losses()
     check_row_attention()
+
+
+def check_sbp() -> None:
     for name in NAMES:
         for mode in MODES:
             found, again = difference(name, mode), difference(name, mode, (hb.Recompute(),))
@@ -75,6 +87,8 @@ def check() -> None:
             print(f"{name:9} {mode:6} autocast forward {found:.1e}", flush=True)
             assert found < 0.05
 
+
+def check_dropit() -> None:
     for name in (*NAMES, "resnet", "resnet, channels_last"):
         for text, dtype, allowed in (
             ("lean", torch.float32, 1e-5),
@@ -88,8 +102,6 @@ def check() -> None:
             found = against_cpu(name, text)
             print(f"{name:21} {text:38} against the CPU {'other layers' if found is None else f'{found:.1e}'}", flush=True)
             assert found is None or found < 1e-3
-    batch_norms()
-    check_compiled()
     for store in (Elements(0.3, "random"), Elements(0.3, "random", None), Channels(0.4, "random"), Rows(0.4, "random")):
         print(store, "drawn as on the CPU", flush=True)
         assert drawn_alike(store)
@@ -232,6 +244,7 @@ COMPILED = (
     ("llama", "dropit(activation_bits=8)"),
     ("resnet", "dropit(bits=8)"),
     ("resnet, channels_last", "dropit(bits=8)"),
+    ("resnet, channels_last", "dropit(keep=0.2, exact_first=False)"),
 )
 
 
@@ -349,6 +362,16 @@ def check_losses() -> None:
         assert ours < 1.5 * torchs + 1e-6
 
 
+PARTS = {
+    "attention": check_attention,
+    "losses": check_losses,
+    "sbp": check_sbp,
+    "dropit": check_dropit,
+    "norms": batch_norms,
+    "compiled": check_compiled,
+}
+
+
 def test_gradients_on_a_gpu_are_the_cpus():
     import pytest
 
@@ -358,4 +381,4 @@ def test_gradients_on_a_gpu_are_the_cpus():
 
 
 if __name__ == "__main__":
-    check()
+    check(sys.argv[1:])
