@@ -48,7 +48,10 @@ from .streams import (
 )
 
 MODES = ("query", "qkv", "heads")
-MOST_PARTS = 8  # of a causal backward: each is a launch of its own, and a node of a compiled graph
+# A causal backward of strided rows goes in parts, each a launch of its own, and a node of a compiled graph. They halve its arithmetic, which
+# grows with the square of the keys; what is moved for it grows with the keys, and with few of them is more: 2 KB a token and head, against
+# 2.5 n d multiplications and additions.
+MOST_PARTS, FEWEST_KEYS = 8, 1024
 aten = torch.ops.aten
 
 
@@ -445,22 +448,23 @@ def _save_rows(ctx, inputs, output) -> None:
 
 def _restore_rows(ctx, grad, _, __):
     q, k, v, out, lse, index = ctx.saved_tensors
-    at = index[0, : q.shape[2]]
-    if 0 < ctx.stride <= MOST_PARTS and q.shape[2] - ctx.leading > 2:  # not every kernel takes a single row
-        grads = _strided_backward(ctx.stride, ctx.leading, at, ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+    rows, keys = q.shape[2], k.shape[2]
+    if 0 < ctx.stride <= MOST_PARTS and keys >= FEWEST_KEYS and rows - ctx.leading > 2:  # not every kernel takes a single row
+        grads = _strided_backward(ctx.stride, ctx.leading, index[0, :rows], ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
     else:
-        grads = _zeros_backward(at, ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
+        grads = _zeros_backward(index, ctx.kernel, grad, q, k, v, out, lse, ctx.scale)
     return *grads, *[None] * 6
 
 
-def _zeros_backward(at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
+def _zeros_backward(index: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:
     """Kept rows in their places, zeros in the others: as if nothing had been dropped."""
+    rows, keys = q.shape[2], k.shape[2]
 
-    def whole(x: Tensor) -> Tensor:
-        return x.new_zeros(*x.shape[:2], k.shape[2], *x.shape[3:]).index_copy(2, at, x)
+    def whole(x: Tensor) -> Tensor:  # read from where it is, not written to where it goes: the compiler makes one pass of that
+        return F.pad(x, (*[0] * (2 * (x.ndim - 3)), 0, keys - rows)).index_select(2, index[1])
 
     dq, dk, dv = _backward(kernel, whole(grad), whole(q), k, v, whole(out), whole(lse), None, True, scale)
-    return dq.index_select(2, at), dk, dv
+    return dq.index_select(2, index[0, :rows]), dk, dv
 
 
 def _strided_backward(s: int, leading: int, at: Tensor, kernel: str, grad, q, k, v, out, lse, scale) -> tuple[Tensor, Tensor, Tensor]:

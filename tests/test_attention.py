@@ -69,8 +69,11 @@ def offsets(m, s):
 @pytest.mark.parametrize("always", [0, 1, 2])
 @pytest.mark.parametrize("s", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "size"), [((4, 4), 1), ((4, 2), 1), ((4, 1), 1), ((4, 2), 1000)])
-def test_every_other_query_of_a_causal_order(always, s, heads, size):
-    """The backward in parts, of every length and offset, and where scores are so low that a key that is not seen has no finite weight."""
+@pytest.mark.parametrize("fewest", [0, attention.FEWEST_KEYS])
+def test_every_other_query_of_a_causal_order(always, s, heads, size, fewest, monkeypatch):
+    """The backward in parts and with zeros, of every length and offset, and where scores are so low that a key that is not seen has no
+    finite weight."""
+    monkeypatch.setattr(attention, "FEWEST_KEYS", fewest)
     for n in (always + s, always + s + 1, always + 3 * s - 1, 22, 23, 24, 25):
         for first in offsets(n - always, s):
             at = strided(n, s, always, first)
@@ -84,8 +87,9 @@ def test_every_other_query_of_a_causal_order(always, s, heads, size):
                 assert torch.allclose(a, b, atol=1e-10 * size**2)
 
 
-def test_the_backward_in_parts_is_what_text_gets(monkeypatch):
-    """And it is no farther from the exact gradient in bf16 than zeros for dropped rows are; `scale` and other layouts are followed."""
+def test_the_backward_in_parts_is_what_long_text_gets(monkeypatch):
+    """And it is no farther from the exact gradient in bf16 than zeros for dropped rows, which short text gets; `scale` and other
+    layouts are followed."""
     calls, backward = [], attention._backward
 
     def spy(kernel, grad, q, k, *args):
@@ -106,9 +110,13 @@ def test_the_backward_in_parts_is_what_text_gets(monkeypatch):
         out = run("query", *[x.transpose(1, 2) for x in mine], at, is_causal=True, scale=0.3, enable_gqa=True)
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(grads(out, *mine), wanted, strict=True)]
 
+    monkeypatch.setattr(attention, "FEWEST_KEYS", n)
     ours = error(at)
     assert calls == [62, 62]  # of 64 kept rows all but the first two
     assert all(a < 1.1 * b for a, b in zip(ours, error(dataclasses.replace(at, stride=0)), strict=True)) and calls[2:] == [n]
+    monkeypatch.setattr(attention, "FEWEST_KEYS", n + 1)
+    error(at)
+    assert calls[3:] == [n]
 
 
 @pytest.mark.parametrize("mode", ["query", "qkv"])

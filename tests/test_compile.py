@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
-from halfback import hooks
+from halfback import attention, hooks
 from halfback.bench.models import how
 from halfback.ledger import Ledger
 from halfback.watch import Unseen
@@ -184,8 +184,9 @@ def test_lean_computes_the_sum_behind_attention_again(name):
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.25])
-def test_the_causal_backward_of_text_goes_in_parts_from_any_offset(keep):
+def test_the_causal_backward_of_long_text_goes_in_parts_from_any_offset(keep, monkeypatch):
     model, batch = zoo.make("llama", layers=2)
+    monkeypatch.setattr(attention, "FEWEST_KEYS", batch["input_ids"].shape[1])
     model.config._attn_implementation = how()["attn_implementation"]
     hb.apply_(model, hb.SBP(keep, layers="all"))
     _, backward = graphs_of(model, batch)

@@ -5,12 +5,13 @@ python tests/test_cuda.py losses compiled
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ import zoo
 from torch import nn
 
 import halfback as hb
-from halfback import heads
+from halfback import attention, heads
 from halfback.attention import _chosen, kept_attention, row_attention
 from halfback.positions import Positions, draw
 from halfback.stores import Channels, Elements, Layout, Rows
@@ -147,7 +148,7 @@ def check_row_attention() -> None:
     by_hand = Positions.of([0, *range(1, 197, 2)], (197,))
     drawn = [draw(torch.tensor([0, step]), (m,), [1 / s], a)[0] for s in (2, 4) for m, a in ((196, 0), (197, 1)) for step in range(3)]
     kinds = [(torch.bfloat16, kernel, 3e-2) for kernel in KERNELS] + [(torch.float32, "efficient", 5e-3)]
-    for (dtype, kernel, allowed), at, by_tokens in itertools.product(kinds, (by_hand, *drawn), (False, True)):
+    for (dtype, kernel, allowed), at, by_tokens, fewest in itertools.product(kinds, (by_hand, *drawn), (False, True), (0, NEVER)):
         torch.manual_seed(0)
         heads, groups = 6, 2
         index = at.index.cuda()
@@ -157,7 +158,8 @@ def check_row_attention() -> None:
         q, k, v = (x.transpose(1, 2) if by_tokens else x for x in leaves)
         out1, _, _ = row_attention(q.index_select(2, keep), k, v, q.detach(), index, at.stride, at.always, kernel, None)
         weight = torch.randn(out1.shape, device="cuda", dtype=torch.float64)
-        found = torch.autograd.grad((out1 * weight).sum(), (q, k, v))
+        with in_parts_from(fewest):
+            found = torch.autograd.grad((out1 * weight).sum(), (q, k, v))
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         whole = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
         wanted = torch.autograd.grad((whole.index_select(2, keep) * weight).sum(), exact)
@@ -165,25 +167,47 @@ def check_row_attention() -> None:
         forward = (out1.double() - whole.index_select(2, keep)).abs().max().item()
         print(f"row attention {kernel} {dtype}, stride {at.stride}: gradient {worst:.1e}, forward {forward:.1e}", flush=True)
         assert worst < allowed and forward < 2e-2 and found[0][:, :, index[0, at.k :]].abs().max() == 0
-    heads, groups, n = 32, 8, 16384
-    q, k, v = (torch.randn(1, h, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads, groups, groups))
-    splits = Positions.of(list(range(0, n, 2)), (n,)), *[draw(torch.tensor([0, 0]), (n - 1,), [keep], 1)[0] for keep in (0.5, 0.25)]
-    for at, kernel in itertools.product(splits, KERNELS):
+    check_parts_of_long_texts()
+
+
+NEVER = 2**40
+
+
+@contextlib.contextmanager
+def in_parts_from(keys: int) -> Iterator[None]:
+    before, attention.FEWEST_KEYS = attention.FEWEST_KEYS, keys
+    try:
+        yield
+    finally:
+        attention.FEWEST_KEYS = before
+
+
+def check_parts_of_long_texts() -> None:
+    """What a backward in parts needs, and from how many keys on it is shorter than one with zeros: attention.FEWEST_KEYS is of that."""
+    heads, groups, tokens = 32, 8, 2**14
+    for n, kernel, keep in itertools.product((512, 1024, 2048, 4096, tokens), KERNELS, (0.5, 0.25)):
+        shapes = [(tokens // n, h, n, 64) for h in (heads, groups, groups)]
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        at = draw(torch.tensor([0, 0]), (n - 1,), [keep], 1)[0]
         index = at.index.cuda()
         rows = q.detach().index_select(2, index[0, : at.k]).requires_grad_()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         out1, _, _ = row_attention(rows, k, v, q.detach(), index, at.stride, at.always, kernel, None)
-        weight, times = torch.randn_like(out1), []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            torch.autograd.grad(out1, (rows, k, v), weight, retain_graph=True)
-            torch.cuda.synchronize()
-            times.append(1000 * (time.perf_counter() - began))
+        weight, found = torch.randn_like(out1), []
+        for fewest in (0, NEVER):
+            times = []
+            with in_parts_from(fewest):
+                for _ in range(5):
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    torch.autograd.grad(out1, (rows, k, v), weight, retain_graph=True)
+                    torch.cuda.synchronize()
+                    times.append(1000 * (time.perf_counter() - began))
+            found.append(f"{min(times):.2f} ms")
         used = (torch.cuda.max_memory_allocated() - before) / q.nbytes
         print(
-            f"row attention {kernel} of {n} tokens, stride {at.stride}: {used:.1f} times the queries, back in {min(times):.1f} ms",
+            f"row attention {kernel}, {n} keys, keep {keep}: in parts {found[0]}, zeros {found[1]}; {used:.1f} times the queries",
             flush=True,
         )
         assert used < 16  # a mask of n x n / 2 for each of four heads would be 16 times as much alone

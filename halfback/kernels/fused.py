@@ -525,8 +525,10 @@ def _hold(
     if NOISE:
         i = r[:, None] * G + tl.arange(0, G)[None, :]
         h = _mix((first + i).to(tl.uint32) * 0x9E3779B1 + salt.to(tl.uint32))
-        at = tl.minimum(tl.floor(at + (h >> 8).to(tl.float32) * 5.9604644775390625e-08), 2.0**BITS - 1)
-    at = tl.maximum(at if WHOLE else tl.where(inside, at, 0.0), 0.0)
+        at = tl.floor(at + (h >> 8).to(tl.float32) * 5.9604644775390625e-08)
+    at = tl.maximum(at if WHOLE else tl.where(inside, at, 0.0), 0.0)  # of NaN and 0 it takes the 0, and a minimum would take its other side
+    if NOISE:
+        at = tl.minimum(at, 2.0**BITS - 1)
     word = (at + 8388608.0).to(tl.int32, bitcast=True)
     _store_codes(codes, tl.reshape(word, (TILE,)), first, m, WHOLE, TILE, BITS)
 
