@@ -25,6 +25,7 @@ import matplotlib.image
 import pytest
 import scipy.stats
 
+from halfback.train.loop import train
 from halfback.train.recipes import Arm, Recipe, find, load
 from halfback.train.reproduce import reproduce
 from halfback.train.results import collect, listing, page, page_text, paired, spread, student, table, times_of, told
@@ -535,6 +536,27 @@ def test_the_figure_has_every_arm(here):
     assert first > 100 and others == 0  # one group is left, and has the first colour
 
 
+def test_curves_are_of_the_arms_that_a_recipe_names(here):
+    """Of one that is tested after every second epoch, the measure is drawn where it is known."""
+    place = here / "experiments/claim"
+    ran()
+    assert not (place / "curves.png").exists() and "by epochs" not in page_text()
+    for path in (place / "runs").glob("*.json"):
+        result = json.loads(path.read_text())
+        result["curves"] = {"epoch": [1, 2, 3, 4], "train_loss": [3.0, 2.0, 1.0, 0.5], "top1": [None, 10.0 + result["seed"], None, 40.0]}
+        path.write_text(json.dumps(result))
+    change_recipe(here, "minutes=2", "curves=('exact',), minutes=2")
+    collect("claim")
+    exact, others = coloured(place / "curves.png")
+    assert exact > 100 and others == 0 and "training loss and top-1 by epochs](../experiments/claim/curves.png)" in page_text()
+    change_recipe(here, "curves=('exact',)", "curves=('exact', 'rate 0.2')")
+    collect("claim")
+    assert coloured(place / "curves.png")[1] > 100
+    change_recipe(here, "'rate 0.2')", "'rate 0.4')")
+    with pytest.raises(ValueError, match=r"curves names 'rate 0.4', which is no arm that is trained. Arms: exact, rate 0.2, rate 0.3"):
+        collect("claim")
+
+
 def test_the_page_is_a_function_of_the_results(here):
     write_recipe(here, "zebra", order=0)
     ran()
@@ -686,10 +708,15 @@ def _steps_are_timed_apart(path):
     assert times_of(load(path), [path.parent / "runs"])["arms"] == {}  # they were timed with other settings
 
 
-def test_the_study_of_gradients_ends_on_the_page(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("study", ROOT / "experiments/sbp_gradients/study.py")
+def study_of(name):
+    spec = importlib.util.spec_from_file_location(f"study_of_{name}", ROOT / "experiments" / name / "study.py")
     study = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(study)
+    return study
+
+
+def test_the_study_of_gradients_ends_on_the_page(tmp_path, monkeypatch, capsys):
+    study = study_of("sbp_gradients")
     monkeypatch.setattr(study, "BATCHES", 1)
     monkeypatch.setattr(study, "MASKS", 1)
     others = ("SBP", "all layers", "increasing", "decreasing", "random positions", "independent masks")
@@ -701,6 +728,26 @@ def test_the_study_of_gradients_ends_on_the_page(tmp_path, monkeypatch, capsys):
     assert own["exact"]["consistency"]["mean"] == 100 and own["exact"]["similarity"]["mean"] == pytest.approx(1)
     assert f"| {own['SBP']['consistency']['mean']:.2f} ± " in told and "../experiments/gradients/figure.png" in told
     assert f"{found['gradients']['middle']['all layers']['all']['cosine']:.3f}" in told and (out / "figure.png").exists()
+
+
+def test_the_study_of_histograms_ends_on_the_page(tmp_path, monkeypatch, capsys):
+    study = study_of("dropit_histograms")
+    runs, out = tmp_path / "runs", tmp_path / "experiments/histograms"
+    with pytest.raises(SystemExit, match=r"has 0 seeds with the checkpoints of both exact and parallel-min-k-keep-0.2, and two are wanted"):
+        study.main(["--runs", str(runs), "--out", str(out)])
+    base = Settings(model="resnet18", data="digits", epochs=1, batch=512, optimizer="sgd", best=False)
+    for name, method in (("exact", "exact"), ("parallel-min-k-keep-0.2", "dropit(keep=0.2, exact_first=False)")):
+        for seed in (0, 1):
+            train(dataclasses.replace(base, method=method, seed=seed), runs / f"{name}_s{seed}", say=lambda text: None)
+    study.main(["--runs", str(runs), "--out", str(out)])
+    found, told = json.loads((out / "results.json").read_text())["found"], page_text(tmp_path / "experiments", tmp_path / "docs/results.md")
+    first = found["gradients"]["start"]["layers.0.conv1.weight"]["0"]
+    assert list(found["gradients"]["end"]) == ["layers.0.conv1.weight", "layers.4.conv1.weight", "layers.7.conv2.weight"]
+    assert all(sum(shares) == pytest.approx(1) for shares in first["shares"].values())
+    assert 1 > first["cosine"]["DropIT, keep 0.2"] > first["cosine"]["DropIT, keep 0.1"] > first["cosine"]["DropIT, keep 0.01"]
+    assert first["cosine"]["DropIT, keep 0.2"] > 0.8 > abs(first["cosine"]["exact, another batch"])
+    assert found["parameters"]["layers.0.bn1.weight"]["1"]["overlap"].keys() == {"DropIT, keep 0.2", "exact, another seed"}
+    assert "../experiments/histograms/figure.png" in told and "Seeds 0, 1." in told and (out / "figure.png").exists()
 
 
 def test_an_arm_that_cannot_be_timed_is_told(tmp_path, monkeypatch):

@@ -33,8 +33,12 @@ LESS = {  # less time for more memory, with the same gradients
         THIRD,
     ),
     "SBP on the last third, DropIT, 4 bits, loss in longer parts": (
-        f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss(rows=2688)",
+        f"sbp(keep=0.5, layers='last 1/3')+{FEW}+chunkedloss(rows=5376)",
         "SBP on the last third, DropIT, 4 bits, loss in parts",
+    ),
+    "SBP on the last quarter, DropIT, 4 bits, loss in longer parts": (
+        f"sbp(keep=0.5, layers='last 1/4')+{FEW}+chunkedloss(rows=2688)",
+        "SBP on the last quarter, DropIT, 4 bits, loss in parts",
     ),
 }
 

@@ -1,6 +1,6 @@
 """What trainings gave: means, differences paired by seed, a figure, and a page.
 
-experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figure.png draws them. Times of steps are of
+experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figures.py draws them. Times of steps are of
                                 times.json, see timed.py, or where every run was alone on its device of the runs
 docs/results.md                 every results.json, as a page
 
@@ -11,7 +11,6 @@ a *          the interval is without zero. With three seeds that is 4.3 standard
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report import readable, rows
+from .figures import CURVES, FIGURE, MEMORY, by_memory, curves_figure, figure, grouped, memory_figure, short
 from .recipes import (
     EXPERIMENTS,
     JUDGED,
@@ -38,11 +38,10 @@ from .recipes import (
     recipes,
     runs_folders,
 )
-from .record import write_bytes, write_json, write_text
+from .record import write_json, write_text
 from .settings import PATHS
 
 PAGE = Path("docs/results.md")
-MEMORY = "memory.png"  # beside figure.png
 TIMES = "times.json"
 PAIRED = ("top1", "top5", "train_loss", "test_loss")
 RATIOS = ("held", "peak", "step_ms")
@@ -104,7 +103,7 @@ def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None])
 
 
 def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
-    """Writes results.json and figure.png from the runs that are done."""
+    """Writes results.json and its figures from the runs that are done."""
     path = find(recipe_path)
     recipe, folders = load(path), runs_folders(path, into)
     done = finished(recipe, folders)
@@ -116,8 +115,9 @@ def collect(recipe_path: str | Path, *, into: Path | None = None) -> Result:
     write_json(folders[-1].parent / "results.json", results)
     shown = judged(results)
     if shown["arms"]:
-        figure(shown, folders[-1].parent / "figure.png")
+        figure(shown, folders[-1].parent / FIGURE)
         memory_figure(shown, folders[-1].parent / MEMORY)
+        curves_figure(shown, runs_by_arm(recipe, done), folders[-1].parent / CURVES)
     return json.loads((folders[-1].parent / "results.json").read_text(encoding="utf-8"))
 
 
@@ -135,7 +135,7 @@ def times_of(recipe: Recipe, folders: Sequence[Path]) -> Result:
 
 def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Result) -> Result:
     runs = [done[r.id] for r in recipe.runs() if r.id in done]
-    by_arm = {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm.name == (a.like or a.name) and r.id in done} for a in recipe.arms}
+    by_arm = runs_by_arm(recipe, done)
     versions = {k: sorted({r["versions"][k] for r in runs if k in r["versions"]}) for k in sorted({k for r in runs for k in r["versions"]})}
     return {
         "name": name,
@@ -148,6 +148,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
         "on": recipe.on,
         "measure": recipe.measure,
         "against": recipe.against,
+        "curves": list(recipe.curves),
         "seeds": list(recipe.seeds),
         "runs": {"done": len(runs), "of": len(recipe.runs())},
         "base": {k: v for k, v in recipe.base.to_json().items() if k not in LOCAL},
@@ -159,6 +160,11 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
         "commits": sorted({r["commit"] for r in runs if r["commit"]}),
         "dates": sorted({r["date"][:10] for r in runs}),
     }
+
+
+def runs_by_arm(recipe: Recipe, done: Mapping[str, Result]) -> dict[str, dict[int, Result]]:
+    """By seed, and of an arm that is not trained those of the arm that it is like."""
+    return {a.name: {r.seed: done[r.id] for r in recipe.runs() if r.arm.name == (a.like or a.name) and r.id in done} for a in recipe.arms}
 
 
 def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], times: Mapping[str, Result]) -> Result:
@@ -333,10 +339,10 @@ def _listed(path: Path) -> list[str]:
         recipe = load(path)
         done = finished(recipe, runs_folders(path, None))
     except ValueError as e:
-        return ["–", "–", "", _short(str(e), 90), ""]
+        return ["–", "–", "", short(str(e), 90), ""]
     measured = _measured(judged(results_of(recipe, name_of(path), done, {"arms": {}}))) if done else ""
     minutes = "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
-    return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, _short(recipe.title, 50), _short(recipe.paper, 70)]
+    return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, short(recipe.title, 50), short(recipe.paper, 70)]
 
 
 def _measured(results: Result) -> str:
@@ -351,11 +357,6 @@ def _measured(results: Result) -> str:
         return said
     low, high = _signed(min(apart), by), _signed(max(apart), by)
     return f"{said}, others {low}" + (f" to {high}" if high != low else "")
-
-
-def _short(text: str, most: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 # The page
@@ -382,7 +383,7 @@ def page_text(experiments: Path | None = None, page: Path | None = None) -> str:
     if not found:
         raise ValueError(f"There is no results.json in {experiments}/*/: halfback reproduce NAME makes one.")
     found.sort(key=lambda f: (f[1]["order"], f[1]["name"]))
-    parts = [INTRODUCTION, *(_section(r, os.path.relpath(p.with_name("figure.png"), page.parent)) for p, r in found)]
+    parts = [INTRODUCTION, *(_section(r, os.path.relpath(p.with_name(FIGURE), page.parent)) for p, r in found)]
     return "\n".join(parts)
 
 
@@ -419,6 +420,8 @@ def _section(r: Result, drawn: str) -> str:
     parts += [f"![{r['title']}: {name} of every arm]({Path(drawn).as_posix()})"]
     if by_memory(r) is not None:
         parts += [f"![{r['title']}: {name} against memory]({Path(drawn).with_name(MEMORY).as_posix()})"]
+    if any(a["name"] in r.get("curves", ()) for a in r["arms"]):
+        parts += [f"![{r['title']}: training loss and {name} by epochs]({Path(drawn).with_name(CURVES).as_posix()})"]
     parts += [_made(r)]
     return "\n\n".join(parts) + "\n"
 
@@ -427,19 +430,13 @@ def _markdown(r: Result) -> str:
     head, *body = table(r)
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     group = ""
-    for arm, cells in _grouped(list(zip(r["arms"], body, strict=True))):
+    for arm, cells in grouped(list(zip(r["arms"], body, strict=True))):
         if arm["group"] != group:
             group = arm["group"]
             lines.append([f"**{_cell(group)}**"] + [""] * (len(head) - 1))
         told = _settings({**({} if arm["method"] == arm["name"] else {"method": arm["method"]}), **arm["changes"]})
         lines.append([_cell(cells[0]) + (f"<br>{told}" if told else ""), *map(_cell, cells[1:])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _grouped(arms: Sequence[tuple[Result, Any]]) -> list[tuple[Result, Any]]:
-    """Arms of a group together, where the first of them stands."""
-    groups = list(dict.fromkeys(arm["group"] for arm, _ in arms))
-    return sorted(arms, key=lambda pair: groups.index(pair[0]["group"]))
 
 
 def _cell(text: str) -> str:
@@ -469,102 +466,3 @@ def _made(r: Result) -> str:
 
 def _hash(commit: str) -> str:
     return re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", commit)  # "-dirty" stays
-
-
-def figure(results: Result, path: Path) -> None:
-    """Top-1 by arm: seeds as dots, and their mean. What an arm is compared with is a line, and the bar is the paired 95 % interval of
-    the difference to it, so that a bar that misses the line is a clear difference. The paper's figures are open marks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    arms = [arm for arm, _ in _grouped([(a, None) for a in results["arms"] if not a.get("like")])]
-    by = results["measure"]
-    means = {a["name"]: a["mean"][by] for a in arms}
-    groups = list(dict.fromkeys(a["group"] for a in arms))
-    places = [i + 0.6 * groups.index(a["group"]) for i, a in enumerate(arms)]
-    drawn = Figure(figsize=(9, 1.5 + 0.42 * (places[-1] + 1)), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.add_subplot()
-    for y, arm in zip(places, arms, strict=True):
-        _draw_arm(axes, y, arm, f"C{groups.index(arm['group']) % 10}", means, by)
-    labels = [a["name"] if not a["group"] or a["group"] in a["name"] else f"{a['group']}: {a['name']}" for a in arms]
-    axes.set_yticks(places, [_short(text, 60) for text in labels])
-    axes.set_ylim(places[-1] + 0.6, -0.6)
-    axes.margins(x=0.08)
-    axes.set(xlabel=f"{JUDGED[by]}: seeds and their mean;\nthe bar is the 95 % interval of the difference, seed by seed")
-    axes.set_title(results["title"], fontsize=11, wrap=True)
-    axes.grid(axis="x", color="0.92")
-    axes.set_axisbelow(True)
-    _legend(drawn, results)
-    content = io.BytesIO()
-    drawn.savefig(content, format="png", dpi=150, metadata={"Software": None})
-    write_bytes(path, content.getvalue())
-
-
-def by_memory(results: Result) -> tuple[str, list[tuple[Result, float]]] | None:
-    """Arms with their share of memory: of the peak where it is known for all that are trained, else of what is held. None: there is nothing
-    to compare."""
-    arms = [a for a in results["arms"] if a["mean"][results["measure"]] is not None]
-    trained = sum(not a.get("like") for a in arms)
-    for measure in ("peak", "held"):
-        shares = [(a, 1.0 if a["against"] is None else a["against"]["ratio"][measure]) for a in arms]
-        known = [(a, share) for a, share in shares if share is not None]
-        if len(known) >= 3 and sum(not a.get("like") for a, _ in known) == trained and len({round(share, 2) for _, share in known}) > 1:
-            return measure, known
-    return None
-
-
-def memory_figure(results: Result, path: Path) -> None:
-    """Top-1 against memory, a point an arm: up and to the left is better. Names stand beside the picture, as points may be close."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = by_memory(results)
-    if found is None:
-        path.unlink(missing_ok=True)
-        return
-    measure, arms = found
-    by = results["measure"]
-    groups = list(dict.fromkeys(a["group"] for a, _ in arms))
-    drawn = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.add_subplot()
-    for n, (arm, share) in enumerate(sorted(arms, key=lambda pair: (pair[1], pair[0]["mean"][by])), 1):
-        place, colour = (share, arm["mean"][by]), f"C{groups.index(arm['group']) % 10}"
-        told = f"{n}  {_short(arm['name'], 80)}"
-        axes.errorbar(*place, yerr=arm["deviation"][by], color=colour, marker="o", capsize=3, linestyle="", elinewidth=0.8, label=told)
-        axes.annotate(str(n), place, (5, 5), textcoords="offset points", fontsize=8, color=colour)
-    drawn.legend(loc="outside right upper", frameon=False, fontsize=7)
-    axes.set(xlabel=f"{measure}, relative to the arm that it is compared with", ylabel=f"{JUDGED[by]}: mean and deviation over seeds")
-    axes.set_title(results["title"], fontsize=11, wrap=True)
-    axes.margins(x=0.1, y=0.1)
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
-    content = io.BytesIO()
-    drawn.savefig(content, format="png", dpi=150, metadata={"Software": None})
-    write_bytes(path, content.getvalue())
-
-
-def _draw_arm(axes: Any, y: float, arm: Result, colour: str, means: Mapping[str, float | None], by: str) -> None:
-    mean, pair = arm["mean"][by], arm["against"] and arm["against"][by]
-    base = means.get(arm["against"]["arm"]) if arm["against"] else mean
-    if base is not None:
-        axes.plot([base, base], [y - 0.5, y + 0.5], color="0.55", linestyle="--", linewidth=1, zorder=1)
-    values = [v for v in arm["values"][by] if v is not None]
-    axes.scatter(values, [y] * len(values), s=14, color=colour, alpha=0.6, linewidths=0, zorder=3)
-    if base is not None and pair and pair["interval"]:
-        half = (pair["interval"][1] - pair["interval"][0]) / 2
-        axes.errorbar(base + pair["mean"], y, xerr=half, color=colour, capsize=4, zorder=2)
-    if mean is not None:
-        axes.scatter(mean, y, s=42, color=colour, zorder=3)
-    if arm["paper"] is not None:
-        axes.scatter(arm["paper"], y, s=60, marker="D", facecolors="none", edgecolors="0.2", zorder=4)
-
-
-def _legend(drawn: Any, results: Result) -> None:
-    from matplotlib.lines import Line2D
-
-    marks = [Line2D([], [], color="0.55", linestyle="--", linewidth=1, label=f"compared with ({_short(results['against'], 30)})")]
-    if any(a["paper"] is not None for a in results["arms"]):
-        marks.append(Line2D([], [], color="0.2", marker="D", linestyle="", fillstyle="none", markersize=7, label="in the paper"))
-    drawn.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
