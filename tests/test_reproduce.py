@@ -557,6 +557,19 @@ def test_curves_are_of_the_arms_that_a_recipe_names(here):
         collect("claim")
 
 
+def test_runs_of_another_recipe_serve_where_their_settings_are_the_same(here):
+    write_recipe(here, "other", **{"minutes=2": "beside=('claim',), minutes=2", '"rate 0.3"': '"rate 0.4"', '"lr": 0.3': '"lr": 0.4'})
+    ran(only="*_s0,exact_s1")
+    code, said = ran("other")
+    own = ["rate-0.2_s1.json", "rate-0.4_s0.json", "rate-0.4_s1.json"]
+    assert code == 0 and "6 runs, 3 done" in said and sorted(p.name for p in Path("experiments/other/runs").iterdir()) == own
+    assert [a["seeds"] for a in collect("other")["arms"]] == [[0, 1]] * 3
+    assert "Runs of `claim` that have the same settings serve here too." in page_text()
+    write_recipe(here, "third", **{"minutes=2": "beside=('gone',), minutes=2"})
+    with pytest.raises(ValueError, match=r"beside names 'gone', and there is no such recipe in experiments/"):
+        ran("third")
+
+
 def test_the_page_is_a_function_of_the_results(here):
     write_recipe(here, "zebra", order=0)
     ran()

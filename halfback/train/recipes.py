@@ -76,6 +76,7 @@ class Recipe:
     order     its place on the page
     measure   what arms are judged by: top1, or test_loss, which is better the smaller it is
     curves    arms whose course is drawn: loss and measure by epochs
+    beside    recipes in folders beside this one whose runs serve it too, where their settings are the same
     verdict   whether the paper's claim holds: a text, or a function that computes one from results.json
     """
 
@@ -93,9 +94,10 @@ class Recipe:
     verdict: str | Callable[[Result], str] | None = None
     measure: str = "top1"
     curves: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("arms", "seeds", "differs", "curves"):
+        for name in ("arms", "seeds", "differs", "curves", "beside"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"Recipe: {name} is the text {value!r}; give a tuple, as ({value!r},).")
@@ -239,7 +241,18 @@ def finished(recipe: Recipe, folders: Sequence[Path], *, again: bool = False) ->
             raise ValueError(
                 f"{path} was trained with other settings: {other}. --again deletes it and trains anew; or change the recipe back."
             )
-    return found
+    return {**_beside(recipe, folders), **found}
+
+
+def _beside(recipe: Recipe, folders: Sequence[Path]) -> dict[str, Result]:
+    """Runs of other recipes that are runs of this one."""
+    home = folders[0].parents[1]
+    if missing := [name for name in recipe.beside if not (home / name / "recipe.py").is_file()]:
+        raise ValueError(f"Recipe: beside names {missing[0]!r}, and there is no such recipe in {home}/.")
+    others = [folder.parents[1] / name / "runs" for name in recipe.beside for folder in folders]
+    there = [(p, read_result(p)) for other in others for p in sorted(other.glob("*.json"))]
+    same = {r.id: [result for p, result in there if not differing(r.settings, result["settings"], p)] for r in recipe.runs()}
+    return {id: results[0] for id, results in same.items() if results}
 
 
 def read_result(path: Path) -> Result:

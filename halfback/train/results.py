@@ -149,6 +149,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
         "measure": recipe.measure,
         "against": recipe.against,
         "curves": list(recipe.curves),
+        "beside": list(recipe.beside),
         "seeds": list(recipe.seeds),
         "runs": {"done": len(runs), "of": len(recipe.runs())},
         "base": {k: v for k, v in recipe.base.to_json().items() if k not in LOCAL},
@@ -461,6 +462,8 @@ def _made(r: Result) -> str:
     made += f" Steps timed on {timed['device_name']}, {timed['date'][:10]}, commit {_hash(timed['commit'] or 'unknown')}." if timed else ""
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
     base = {k: v for k, v in base.items() if not all(k in a["changes"] for a in r["arms"])}
+    beside = " and ".join(f"`{name}`" for name in r.get("beside", ()))
+    made += f" Runs of {beside} that have the same settings serve here too." if beside else ""
     return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings, but for those that an arm names: {_settings(base)}."
 
 
