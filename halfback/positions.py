@@ -206,7 +206,11 @@ def _pack(order: np.ndarray, k: int) -> np.ndarray:
     return np.stack([order, where])
 
 
-@torch.library.custom_op("halfback::tick", mutates_args=("step",))
+# Draws are made anew by every step. A CUDA graph (torch.compile(mode="reduce-overhead")) would record one, and repeat it.
+ANEW = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("halfback::tick", mutates_args=("step",), tags=ANEW)
 def tick(step: Tensor) -> Tensor:
     """The key of this step's draws, and on to the next step. Both are CPU tensors."""
     key = torch.tensor([rank(), int(step)])
@@ -236,7 +240,7 @@ def enlarge(packed: np.ndarray, grid: tuple[int, ...], factor: tuple[int, ...]) 
     return np.stack([order, where])
 
 
-@torch.library.custom_op("halfback::draw", mutates_args=())
+@torch.library.custom_op("halfback::draw", mutates_args=(), tags=ANEW)
 def _draw(
     key: Tensor,
     grid: Sequence[int],

@@ -272,6 +272,38 @@ COMPILED = (
 )
 
 
+GRAPHED = (
+    ("tv_vit", "sbp(keep=0.5)"),
+    ("llama", "sbp(keep=0.5)+dropit(activation_bits=4)"),
+    ("resnet, channels_last", "dropit(keep=0.2, exact_first=False)"),
+)
+
+
+def check_graphs() -> None:
+    """CUDA graphs repeat what they recorded: kept positions have to be drawn anew by each step all the same."""
+    for name, text in GRAPHED:
+        found = as_graphed(name, text)
+        print(f"{name:21} {text:38} by CUDA graphs {found:.1e}", flush=True)
+        assert found < 1e-5
+
+
+def as_graphed(name: str, text: str, steps: int = 6) -> float:
+    """The largest difference of gradients in several steps, between a compiled model and one that is launched by CUDA graphs."""
+    model, batch = made(name)
+    model, batch = model.cuda(), to(batch, "cuda")
+    hb.apply_(model, *hb.parse(text))
+    plain, graphed = model, copy.deepcopy(model)
+    runs = (torch.compile(plain), torch.compile(graphed, mode="reduce-overhead"))
+    apart = []
+    for _ in range(steps):
+        for m, run in zip((plain, graphed), runs, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            m.zero_grad(set_to_none=True)
+            zoo.loss(run, batch).backward()
+        apart.append(worst(graphed, plain))
+    return max(apart)
+
+
 def as_compiled(name: str, text: str) -> float:
     """A compiled graph's gradients against the same graph run as it is, node by node."""
     model, batch = made(name)
@@ -393,6 +425,7 @@ PARTS = {
     "dropit": check_dropit,
     "norms": batch_norms,
     "compiled": check_compiled,
+    "graphs": check_graphs,
 }
 
 

@@ -179,3 +179,8 @@ def test_the_ops_are_what_compilers_expect():
     torch.library.opcheck(torch.ops.halfback.tick.default, (torch.zeros((), dtype=torch.int64),))
     args = (key(), [4, 4], [2, 2], 0, [8], "grid", "shared", 0, 0, torch.device("cpu"), "")
     torch.library.opcheck(torch.ops.halfback.draw.default, args)
+
+
+def test_no_cuda_graph_repeats_a_draw():
+    """tests/test_cuda.py runs them; here is no GPU."""
+    assert all(torch.Tag.cudagraph_unsafe in getattr(torch.ops.halfback, name).default.tags for name in ("tick", "draw"))
