@@ -4,7 +4,7 @@ from halfback.train import Arm, Recipe, Settings
 
 RECIPE = Recipe(
     title="SBP and DropIT on a ConvNeXt, main schedule",
-    about="A ConvNeXt for 32 pixels, from scratch on CIFAR-100; five paired seeds.",
+    about="A ConvNeXt for 32 pixels, from scratch on CIFAR-100; three paired seeds.",
     paper="SBP, keep 0.5: ConvNeXt-T 82.1 to 81.6 on ImageNet.",
     base=Settings(
         model="convnext",
@@ -41,9 +41,9 @@ RECIPE = Recipe(
         Arm("DropIT, keep 0.1, where nobody else holds it", "dropit(keep=0.1, activation_bits=4)"),
         Arm("SBP, DropIT, Recompute", "sbp(keep=0.5)+dropit(keep=0.1, activation_bits=4)+recompute(sparing=True)"),
     ),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=(0, 1, 2),
     against="exact",
     differs=("CIFAR-100 from scratch, where the paper has ImageNet; the recipe is ours.",),
     order=5,
-    minutes=60,
+    minutes=18,
 )
