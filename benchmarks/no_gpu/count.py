@@ -1,10 +1,11 @@
-"""The peak of compiled training steps on a CUDA GPU, without one.
+"""The peak of compiled training steps on a CUDA GPU, and how many kernels they start, without one.
 
     python benchmarks/no_gpu/count.py --model vit-b plain "sbp(keep=0.5)+lean" "sbp(keep=0.5)+recompute"
 
 torch's own allocator and inductor's code for CUDA, on a GPU that does nothing: a library in the place of CUDA's runtime gives out addresses
 with no memory behind them and starts no kernels, products of matrices and convolutions are left out, and attention is flash's. So the
-peak is what `max_memory_allocated` would be on the device, and nothing else means anything: neither results nor times.
+peak is what `max_memory_allocated` would be on the device, and nothing else means anything: neither results nor times. Kernels are counted
+that the compiler's code starts, its own, ours, and products: where the GPU waits for the CPU, a step takes as long as those.
 
 Needs Linux, a C compiler, and a torch that was built for CUDA, with no GPU in the machine. Compiling takes a minute a method on one core.
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 INSIDE = "HALFBACK_NO_GPU"
+STARTED: list[Any] = []  # kernels
 GIB = 2**30
 
 
@@ -71,12 +73,13 @@ def leave_out() -> None:
 
     class Nothing:
         def run(self, *args: Any, **kwargs: Any) -> None:
-            pass
+            STARTED.append(self)
 
         def __getattr__(self, name: str) -> None:
             return None
 
     def left_out(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        STARTED.append(left_out)
         return out
 
     config.compile_threads, config.fx_graph_cache, config.size_asserts = 1, False, False
@@ -124,7 +127,8 @@ def leave_out() -> None:
     library.impl("cudnn_convolution", convolution, "CUDA")
 
 
-def peak(model: str, text: str, compiled: bool, batch: int | None, size: int | None, seq: int | None) -> float:
+def counted(model: str, text: str, compiled: bool, batch: int | None, size: int | None, seq: int | None) -> tuple[float, int]:
+    """The peak in GiB, and kernels."""
     import torch
 
     from halfback.bench.rows import rows_of
@@ -138,8 +142,9 @@ def peak(model: str, text: str, compiled: bool, batch: int | None, size: int | N
     step()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    STARTED.clear()
     step()
-    return (torch.cuda.max_memory_allocated() - before) / GIB
+    return (torch.cuda.max_memory_allocated() - before) / GIB, len(STARTED)
 
 
 def main() -> int:
@@ -161,9 +166,10 @@ def main() -> int:
     leave_out()
     found: dict[str, float] = {}
     for method in args.methods:
-        found[method] = peak(args.model, method, not args.eager, args.batch, args.size, args.seq)
+        found[method], kernels = counted(args.model, method, not args.eager, args.batch, args.size, args.seq)
         ratio = f"{found[method] / found['plain']:8.3f}" if "plain" in found else ""
-        print(f"{args.model:12} {method:70} {found[method]:9.3f} GiB{ratio}", flush=True)
+        started = "" if args.eager else f"{kernels:8} kernels"
+        print(f"{args.model:12} {method:70} {found[method]:9.3f} GiB{ratio}{started}", flush=True)
     return 0
 
 
