@@ -188,7 +188,8 @@ def _times(ratio: float) -> str:
 # Left as it was
 
 
-def _set_seed(seed: int) -> None:
+def set_seed(seed: int) -> None:
+    """As torch.manual_seed, which also tells devices of kinds that are not there, in 0.3 ms."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # else it would seed what the user has not started yet
         torch.cuda.manual_seed_all(seed)
@@ -265,7 +266,7 @@ class Runs:
 
     def approximate(self, batch: Any, seed: int) -> tuple[list[Tensor], float]:
         self.rewind()
-        _set_seed(seed)
+        set_seed(seed)
         with torch.enable_grad():
             loss = loss_of(self.model, batch)
             found = torch.autograd.grad(loss, self.layers.parameters, materialize_grads=True)

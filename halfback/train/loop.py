@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import memory, planner, rewrite
+from ..audit import set_seed
 from ..compiled import OPTIONS
 from ..course import Course
 from ..extras import install
@@ -98,6 +99,7 @@ class Training:
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
         self.course = Course(settings.exact_tail)
+        self.has_course = bool(settings.exact_tail) or any(m.schedule for a in applied_to(self.model) for m in a.report.methods)
         self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
@@ -219,7 +221,7 @@ class Training:
     def seeded(self) -> None:
         """What this step draws is its own; the model's noise and augmentation are not drawn from the same numbers."""
         own = (self.settings.seed, self.step, *([self.world.rank] if self.world.rank else []))
-        torch.manual_seed(seed_from("noise", *own))
+        set_seed(seed_from("noise", *own))
         self.generator.manual_seed(seed_from("step", *own))
 
     def train_step(self, x: Tensor, y: Any) -> None:
@@ -228,7 +230,8 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)
-        self.course.step(self.model, self.step, self.steps)
+        if self.has_course:
+            self.course.step(self.model, self.step, self.steps)
         if self.monitor is not None:
             few = max(2, self.micro // 4)  # their exact backward fits where the approximate one of all did
             self.monitor(lambda: self._loss(x[:few], y[:few]))
