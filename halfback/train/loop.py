@@ -92,6 +92,7 @@ class Training:
             for model in (self.model, *(() if self.averaged is None else (self.averaged.model,))):
                 sharded.shard_(model, self.device.type)
         self.optimizer = make_optimizer(settings, self.model)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self.monitor = Monitor(self.model, settings.monitor) if settings.monitor and self.methods else None
         self.step = 0
@@ -243,7 +244,7 @@ class Training:
             self.loss += loss.detach()
         if s.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+            nn.utils.clip_grad_norm_(self.trained, s.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
