@@ -67,6 +67,12 @@ def compiling(file: str, model: str, method: str) -> str:
     return f"{tables.rows(model, file)[method]['compile_s']:.0f} s"
 
 
+def kernel(name: str) -> str:
+    """Milliseconds that benchmarks/kernels.py measured last. Names may have a star, which tells what halfback runs."""
+    rows = [json.loads(line) for line in (tables.RESULTS / "kernels.jsonl").read_text().splitlines()]
+    return f"{next(r['ms'] for r in reversed(rows) if r['kernel'].removesuffix(' *') == name):.1f} ms"
+
+
 def measured(model: str, method: str) -> str:
     """What `halfback bench` found of a method on a GPU, or that it has not yet."""
     row = tables.rows(model, "bench").get(method)
@@ -327,7 +333,8 @@ def examples() -> str:
     return "\n\n".join(parts)
 
 
-MADE = (time, memory, host, compiling, measured, peak, loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most)
+MADE = (time, memory, host, compiling, kernel, measured, peak)
+MADE += (loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most)
 MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
 MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
 
