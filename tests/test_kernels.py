@@ -433,3 +433,21 @@ def test_codes_of_a_byte_compile(capability):
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities in the interpreter
     globals()[f"compare_{sys.argv[1]}"]("cpu")
+
+
+def test_a_second_import_takes_the_operators_of_the_first():
+    """As notebooks do that load changed modules anew."""
+    script = """
+import gc, sys, torch
+import halfback
+from halfback.kernels import select
+for name in [n for n in sys.modules if n.split(".")[0] == "halfback"]:
+    del sys.modules[name]
+from halfback.kernels import select as again
+gc.collect()
+assert again is not select
+for f in (select, again):
+    values, bits = torch.compile(f, backend="eager", fullgraph=True)(torch.arange(64.0), 0.25, 32)
+    assert values.tolist() == [*range(24, 32), *range(56, 64)]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -552,6 +552,16 @@ def test_curves_are_of_the_arms_that_a_recipe_names(here):
     change_recipe(here, "curves=('exact',)", "curves=('exact', 'rate 0.2')")
     collect("claim")
     assert coloured(place / "curves.png")[1] > 100
+    for path in (place / "runs").glob("rate-0.2*"):  # of an older one, or of one that lost its rows
+        result = json.loads(path.read_text())
+        del result["curves"]
+        path.write_text(json.dumps(result))
+    collect("claim")
+    assert coloured(place / "curves.png")[1] == 0
+    for path in (place / "runs").glob("exact*"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "curves": {"epoch": [], "train_loss": [], "top1": []}}))
+    collect("claim")
+    assert coloured(place / "curves.png") == (0, 0)
     change_recipe(here, "'rate 0.2')", "'rate 0.4')")
     with pytest.raises(ValueError, match=r"curves names 'rate 0.4', which is no arm that is trained. Arms: exact, rate 0.2, rate 0.3"):
         collect("claim")
@@ -564,10 +574,18 @@ def test_runs_of_another_recipe_serve_where_their_settings_are_the_same(here):
     own = ["rate-0.2_s1.json", "rate-0.4_s0.json", "rate-0.4_s1.json"]
     assert code == 0 and "6 runs, 3 done" in said and sorted(p.name for p in Path("experiments/other/runs").iterdir()) == own
     assert [a["seeds"] for a in collect("other")["arms"]] == [[0, 1]] * 3
-    assert "Runs of `claim` that have the same settings serve here too." in page_text()
+    assert "What `claim` has trained with the same settings is not trained again." in page_text()
     write_recipe(here, "third", **{"minutes=2": "beside=('gone',), minutes=2"})
-    with pytest.raises(ValueError, match=r"beside names 'gone', and there is no such recipe in experiments/"):
+    with pytest.raises(ValueError, match=r"beside names 'gone', and there is no such recipe in .*/experiments/"):
         ran("third")
+    Path("experiments/claim/runs/rate-0.2_s0.json").write_text("cut")  # that is for its own recipe to tell
+    assert [a["seeds"] for a in collect("other")["arms"]] == [[0, 1], [1], [0, 1]]
+
+
+def test_a_recipe_is_found_from_its_own_folder(here, monkeypatch):
+    monkeypatch.chdir(here / "experiments/claim")
+    assert ran("recipe.py")[0] == 0 and names(here / "experiments/claim/runs") == ALL
+    assert collect(".")["runs"]["done"] == 6
 
 
 def test_the_page_is_a_function_of_the_results(here):

@@ -38,8 +38,8 @@ from halfback.train.record import write_json
 RUNS = {"exact": "exact", "sparse": "parallel-min-k-keep-0.2"}  # as they are called in dropit_main
 KEEPS = (0.2, 0.1, 0.01)
 SPARSE, SEEDED = f"DropIT, keep {KEEPS[0]}", "exact, another seed"
-BINS = 61
-RANGE = 0.995  # of the values lie inside of a histogram
+BINS = 61  # or fewer, of few values: two halves of 64 normal numbers share but half of a histogram of 61 bins
+RANGE = 0.995  # of the exact values lie inside of a histogram; what lies beyond is counted at its ends
 CONTROL = "exact, another batch"
 WHEN = ("start", "end")
 PAPER = (
@@ -57,13 +57,14 @@ def chosen(model: nn.Module) -> list[str]:
 
 
 def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Of each, with the edges of all: symmetric around what most of them have in the middle."""
-    together = torch.cat([t.double().flatten() for t in tensors.values()])
-    middle = together.median()
-    reach = (together - middle).abs().quantile(RANGE) if together.numel() < 2**23 else (together[::8] - middle).abs().quantile(RANGE)
-    reach = max(reach.item(), 1e-12)
-    edges = torch.linspace(middle.item() - reach, middle.item() + reach, BINS + 1, dtype=torch.float64)
-    counts = {name: torch.histc(t.double().cpu().clamp(edges[0], edges[-1]), BINS, edges[0], edges[-1]) for name, t in tensors.items()}
+    """Of each, with the edges of the exact one: symmetric around what most of it has in the middle."""
+    exact = tensors["exact"].double().flatten()
+    middle, away = exact.median().item(), (exact - exact.median()).abs()
+    reach = max(away[:: 1 + away.numel() // 2**23].quantile(RANGE).item(), 1e-12)
+    bins = min(BINS, max(5, round(2 * exact.numel() ** (1 / 3))))
+    low, high = middle - reach, middle + reach
+    counts = {name: torch.histc(t.double().cpu().clamp(low, high), bins, low, high) for name, t in tensors.items()}
+    edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
     return {"edges": edges.tolist(), "shares": {name: (c / c.sum()).tolist() for name, c in counts.items()}}
 
 
@@ -120,7 +121,7 @@ def gradients(training: Training, layers: list[str]) -> dict[str, Any]:
 def ended(runs: Path) -> dict[str, dict[int, Path]]:
     """The last checkpoints of trainings that are done, of seeds that have both."""
     found = {
-        kind: {int(p.name.rpartition("_s")[2]): p for p in runs.glob(f"{name}_s*") if (p / "result.json").exists()}
+        kind: {int(p.name.rpartition("_s")[2]): p for p in runs.glob(f"{name}_s*[0-9]") if (p / "result.json").exists()}
         for kind, name in RUNS.items()
     }
     both = sorted(set(found["exact"]) & set(found["sparse"]))
@@ -173,7 +174,8 @@ def _least(by_layer: dict[str, Any], key: str, name: str) -> float:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    own, other = (_least(found["parameters"], "overlap", name) for name in (SPARSE, SEEDED))
+    layers = {layer: told for layer, told in found["parameters"].items() if layer in found["gradients"]["start"]}
+    own, other = (_least(layers, "overlap", name) for name in (SPARSE, SEEDED))
 
     def least(name: str) -> str:
         shares, cosines = (min(_least(found["gradients"][when], key, name) for when in WHEN) for key in ("overlap", "cosine"))
@@ -181,9 +183,9 @@ def verdict(found: dict[str, Any]) -> str:
 
     kept = "; ".join(f"at keep {k} {least(f'DropIT, keep {k}')}" for k in KEEPS)
     return (
-        f"In the layer where they share least, parameters with DropIT share {own:.2f} of their histogram with exact training's; two "
+        f"In the layer where they share least, weights with DropIT share {own:.2f} of their histogram with exact training's; two "
         f"exact trainings with other seeds share {other:.2f}. Of gradients the least overlap and the least cosine are {kept}; with the "
-        f"exact gradient of another batch {least(CONTROL)}: histograms that agree do not say that gradients do."
+        f"exact gradient of another batch {least(CONTROL)}, as histograms do not tell where values are."
     )
 
 
@@ -250,6 +252,8 @@ def main(argv: list[str] | None = None) -> None:
         results |= {**surroundings(args.device), "found": study(places, args.data, args.device)}
         args.out.mkdir(parents=True, exist_ok=True)
         write_json(args.out / "results.json", results)
+    if not (args.out / "results.json").exists():
+        sys.exit(f"study.py: {args.out} has no results.json for --text.")
     results = json.loads((args.out / "results.json").read_text(encoding="utf-8"))
     results["text"] = markdown(results)
     write_json(args.out / "results.json", results)

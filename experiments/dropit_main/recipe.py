@@ -4,8 +4,7 @@ from halfback.train import Arm, Recipe, Settings
 
 RECIPE = Recipe(
     title="DropIT, main rows: ResNet-18 at 200 epochs",
-    about="The paper's schedule, exact and with Parallel Min-K, five paired seeds. The curves are figure 3 of the paper, at one keep; "
-    "table 2 has them at others.",
+    about="The paper's schedule, exact and with Parallel Min-K, five paired seeds.",
     paper="Baseline 77.96 (top-5 94.05); Parallel Min-K, keep 0.2: 78.17 (94.19).",
     base=Settings(
         model="resnet18",

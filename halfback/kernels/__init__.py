@@ -28,7 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-LIBRARY = torch.library.Library("halfback", "FRAGMENT")
+# Kept with torch, which forgets operators whose library is gone: a second import of this module goes on with the first one's.
+LIBRARY = vars(torch.library).setdefault("_halfback", torch.library.Library("halfback", "FRAGMENT"))
 
 
 @functools.cache
@@ -72,9 +73,10 @@ def _operator(f: Callable) -> Callable:
     first = next(iter(inspect.signature(f).parameters))
     # Not torch.library.custom_op, whose calls take 8 us more, half of what a launch does: it looks after gradients, which come from the
     # functions that call these.
-    LIBRARY.define(name + torch.library.infer_schema(there, mutates_args=(first,) if writes else ()), tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, there, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfback::{name}", getattr(reference, f"{name}_fake" if writes else name), lib=LIBRARY)
+    if not hasattr(torch.ops.halfback, name):
+        LIBRARY.define(name + torch.library.infer_schema(there, mutates_args=(first,) if writes else ()), tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(name, there, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"halfback::{name}", getattr(reference, f"{name}_fake" if writes else name), lib=LIBRARY)
     op = getattr(torch.ops.halfback, name).default
 
     @functools.wraps(f)

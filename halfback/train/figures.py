@@ -17,7 +17,7 @@ from .recipes import JUDGED, Result
 from .record import write_bytes
 
 FIGURE, MEMORY, CURVES = "figure.png", "memory.png", "curves.png"
-COURSE = {"train_loss": "training loss", "top1": "top-1, %", "test_loss": "test loss"}
+COURSE = {"train_loss": "training loss", **JUDGED}
 
 
 def _sheet(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
@@ -143,20 +143,23 @@ def curves_figure(results: Result, runs: Mapping[str, Mapping[int, Result]], pat
     drawn, both = _sheet(11, 4.5, columns=2)
     for axes, measure in zip(both, ("train_loss", results["measure"]), strict=True):
         for n, arm in enumerate(arms):
-            _draw_course(axes, [r["curves"] for r in runs[arm].values()], measure, arm, f"C{n % 10}")
+            _draw_course(axes, [r.get("curves") or {} for r in runs[arm].values()], measure, arm, f"C{n % 10}")
         axes.set(xlabel="epoch", ylabel=f"{COURSE[measure]}: mean of seeds, and their range")
         axes.grid(color="0.92")
         axes.set_axisbelow(True)
-    both[0].set_yscale("log")  # it falls by orders of magnitude
+    if any(y > 0 for line in both[0].get_lines() for y in line.get_ydata()):
+        both[0].set_yscale("log")  # it falls by orders of magnitude
     drawn.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     drawn.suptitle(results["title"], fontsize=11)
     _save(drawn, path)
 
 
 def _draw_course(axes: Any, courses: Sequence[Mapping[str, Sequence[Any]]], measure: str, label: str, colour: str) -> None:
-    """Over the epochs that all seeds have a value of: not each is tested."""
-    by_seed = [{e: v for e, v in zip(c["epoch"], c[measure], strict=True) if v is not None} for c in courses]
+    """Over the epochs that all seeds have a value of: not each is tested, and rows may be lost."""
+    by_seed = [{e: v for e, v in zip(c.get("epoch", ()), c.get(measure, ()), strict=False) if v is not None} for c in courses]
     epochs = sorted(set.intersection(*map(set, by_seed)))
+    if not epochs:
+        return
     values = [[own[e] for own in by_seed] for e in epochs]
     axes.plot(epochs, [statistics.fmean(v) for v in values], color=colour, linewidth=1.2, label=short(label, 60))
     axes.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)

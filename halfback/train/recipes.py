@@ -8,6 +8,7 @@ A run is done when ID.json is there with the settings that the recipe has now.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -246,13 +247,16 @@ def finished(recipe: Recipe, folders: Sequence[Path], *, again: bool = False) ->
 
 def _beside(recipe: Recipe, folders: Sequence[Path]) -> dict[str, Result]:
     """Runs of other recipes that are runs of this one."""
-    home = folders[0].parents[1]
-    if missing := [name for name in recipe.beside if not (home / name / "recipe.py").is_file()]:
-        raise ValueError(f"Recipe: beside names {missing[0]!r}, and there is no such recipe in {home}/.")
-    others = [folder.parents[1] / name / "runs" for name in recipe.beside for folder in folders]
-    there = [(p, read_result(p)) for other in others for p in sorted(other.glob("*.json"))]
-    same = {r.id: [result for p, result in there if not differing(r.settings, result["settings"], p)] for r in recipe.runs()}
-    return {id: results[0] for id, results in same.items() if results}
+    homes = [folder.resolve().parents[1] for folder in folders]
+    if missing := [name for name in recipe.beside if not (homes[0] / name / "recipe.py").is_file()]:
+        raise ValueError(f"Recipe: beside names {missing[0]!r}, and there is no such recipe in {homes[0]}/.")
+    there: list[tuple[Settings, Result]] = []
+    for path in (p for name in recipe.beside for home in homes for p in sorted((home / name / "runs").glob("*.json"))):
+        with contextlib.suppress(ValueError):  # what is wrong with it, its own recipe tells
+            result = read_result(path)
+            there.append((Settings.from_json(result["settings"]), result))
+    found = {run.id: next((result for settings, result in there if not run.settings.differs(settings)), None) for run in recipe.runs()}
+    return {id: result for id, result in found.items() if result is not None}
 
 
 def read_result(path: Path) -> Result:

@@ -463,7 +463,7 @@ def _made(r: Result) -> str:
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
     base = {k: v for k, v in base.items() if not all(k in a["changes"] for a in r["arms"])}
     beside = " and ".join(f"`{name}`" for name in r.get("beside", ()))
-    made += f" Runs of {beside} that have the same settings serve here too." if beside else ""
+    made += f" What {beside} has trained with the same settings is not trained again." if beside else ""
     return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings, but for those that an arm names: {_settings(base)}."
 
 
