@@ -70,6 +70,7 @@ RECIPE = Recipe(
     arms=arms(),
     seeds=(0, 1, 2, 3, 4),
     against="exact, class token",
+    curves=("exact, class token", "SBP, class token", "DropIT, keep 0.1, class token", "exact, average", "SBP, average"),
     differs=("CIFAR-100 from scratch, where the paper has ImageNet; the recipe is ours.",),
     order=4,
     minutes=60,

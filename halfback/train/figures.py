@@ -147,8 +147,9 @@ def curves_figure(results: Result, runs: Mapping[str, Mapping[int, Result]], pat
         axes.set(xlabel="epoch", ylabel=f"{COURSE[measure]}: mean of seeds, and their range")
         axes.grid(color="0.92")
         axes.set_axisbelow(True)
-    if any(y > 0 for line in both[0].get_lines() for y in line.get_ydata()):
-        both[0].set_yscale("log")  # it falls by orders of magnitude
+    drawn_losses = [y for line in both[0].get_lines() for y in line.get_ydata()]
+    if drawn_losses and 0 < 10 * min(drawn_losses) < max(drawn_losses):
+        both[0].set_yscale("log")
     drawn.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     drawn.suptitle(results["title"], fontsize=11)
     _save(drawn, path)
