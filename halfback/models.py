@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 
 from .batches import check_batch, loss_of, resized, size_of
 from .extras import install
-from .untouched import untouched
+from .untouched import applied_to, untouched
 from .weightless import UNKNOWN, faked, weightless
 
 POOLS = ("class", "mean")
@@ -126,7 +126,15 @@ def load_model(spec: str, shape: tuple[int, ...] = (1, 8, 8), classes: int = 10)
     if spec in NAMES:
         return _net(spec, shape, classes, 0.0)
     source, name = _parts(spec, IMAGE_FORMS)
-    return _from_file(Path(source), name)[0] if source.endswith(".py") else SOURCES[source](name, shape, classes)
+    if not source.endswith(".py"):
+        return SOURCES[source](name, shape, classes)
+    model = _from_file(Path(source), name)[0]
+    if there := [str(m) for applied in applied_to(model) for m in applied.report.methods]:
+        raise ValueError(
+            f"model {spec!r} has methods already ({' + '.join(there)}): what is trained would be told to be something else. Give a "
+            "factory without apply_(), and the methods by their option."
+        )
+    return model
 
 
 def load_for(spec: str, kind: str, shape: tuple[int, ...], classes: int, drop_path: float = 0.0) -> nn.Module:

@@ -266,6 +266,32 @@ def test_other_settings_are_an_error_and_again_trains_those_alone(here):
     assert json.loads((here / "experiments/claim/runs/rate-0.2_s0.json").read_text())["settings"]["lr"] == 0.25
 
 
+def test_again_deletes_nothing_that_is_not_trained_anew(here):
+    """Neither what --only does not choose, nor with --into what lies beside the recipe."""
+    ran()
+    change_recipe(here, '{"lr": 0.2}', '{"lr": 0.25}')
+    runs = here / "experiments/claim/runs"
+    before = {p: p.read_bytes() for p in runs.iterdir()}
+    with pytest.raises(ValueError, match=r"rate-0.2_s1.json was trained with other settings: .*--only does not have it: leave that out"):
+        ran(only="rate-0.2_s0", again=True)
+    assert {p: p.read_bytes() for p in runs.iterdir()} == before
+    code, said = ran(into=here / "into", out=here / "elsewhere")
+    assert code == 0 and "6 runs, 4 done" in said and {p: p.read_bytes() for p in runs.iterdir()} == before
+    assert names(here / "into/claim/runs") == ["rate-0.2_s0", "rate-0.2_s1"]
+
+
+def test_what_another_process_has_trained_meanwhile_is_not_left(here, monkeypatch):
+    monkeypatch.setenv("FAKE_SECONDS", "1.5")
+    codes = []
+    first = threading.Thread(target=lambda: codes.append(ran(only="exact_s0")[0]))
+    first.start()
+    while not Path("out/runs/claim/exact_s0/metrics.jsonl").exists():
+        time.sleep(0.02)
+    code, said = ran(only="exact_s0,exact_s1")
+    first.join()
+    assert codes == [0] and code == 0 and "exact_s0: another process trains it; left alone." in said and "are left" not in said
+
+
 def test_an_unfinished_training_with_other_settings_is_an_error_too(here, monkeypatch):
     monkeypatch.setenv("FAKE_FAIL", "exact_s0")
     assert ran(only="exact_s0")[0] == 1

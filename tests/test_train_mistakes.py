@@ -40,6 +40,11 @@ WRONG = {
     "model": (["--model", "vit"], "model 'vit' is unknown. Models: small-vit, "),
     "timm": (["--model", "timm:no_such"], "timm has no such model"),
     "method": (["--method", "sbpp"], "is none of the methods"),
+    "momentum": (["--momentum", "0.5"], "momentum 0.5 means nothing to optimizer adamw; leave it out."),
+    "betas": (["--optimizer", "sgd", "--betas", "0.9", "0.95"], "betas (0.9, 0.95) means nothing to optimizer sgd"),
+    "fall": (["--fall", "0.5"], "fall 0.5 means nothing to schedule cosine"),
+    "magnitude": (["--magnitude", "5"], "magnitude 5.0 means nothing to a training without randaugment"),
+    "applied": (["--model", "NETS:applied"], "has methods already (sbp(keep=0.25)): what is trained would be told to be something else"),
     "keep": (["--method", "sbp(keep=2)"], "keep"),
     "layers": (["--method", "sbp(layers='blocks.9')"], "blocks.9"),
     "json": (["--method", '[{"method": "sbp", "kep": 1}]'], "kep"),
@@ -152,7 +157,7 @@ def test_settings_that_are_wrong_are_told_with_their_file(text, wanted, tmp_path
 
 def test_null_is_the_usual_and_what_is_given_goes_over_the_file(tmp_path):
     path = tmp_path / "some.json"
-    path.write_text('{"lr": null, "epochs": 3, "milestones": [0.5], "warmup": 1}')
+    path.write_text('{"lr": null, "epochs": 3, "schedule": "step", "milestones": [0.5], "warmup": 1}')
     args = options.argparse.ArgumentParser()
     options.add_arguments(args)
 
@@ -176,7 +181,10 @@ def test_every_setting_is_an_option_with_help(capsys):
 
 def test_budgets():
     assert budget_of(None) is None and budget_of("0.4") == 0.4 and budget_of("1") == 1.0 and budget_of("1.0") == 1.0
-    assert budget_of("2") == 2 and budget_of("10GiB") == 10 * 2**30 and isinstance(budget_of("10GiB"), int)
+    assert budget_of("10GiB") == 10 * 2**30 and isinstance(budget_of("10GiB"), int)
+    for text in ("2", "1.5", "0", "-1", "nan", "inf", "10GB iB"):
+        with pytest.raises(ValueError, match="is neither a size, as 10GiB or 800MiB, nor a share in"):
+            budget_of(text)
 
 
 def test_a_folder_that_cannot_be_is_told_before_anything_is_loaded(tmp_path, few, monkeypatch, capsys):

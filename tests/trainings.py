@@ -53,6 +53,12 @@ def empty():
 
 def raises():
     raise KeyError("no such thing")
+
+def applied():
+    import halfback as hb
+    model = plain()
+    hb.apply_(model, hb.SBP(keep=0.25))
+    return model
 """
 
 

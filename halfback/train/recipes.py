@@ -13,7 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,24 +224,29 @@ def runs_folders(path: Path, into: Path | None) -> list[Path]:
     return [path.parent / "runs", *([] if into is None else [into / name_of(path) / "runs"])]
 
 
-def finished(recipe: Recipe, folders: Sequence[Path], *, again: bool = False) -> dict[str, Result]:
-    """Results by id. One with other settings than the recipe's is an error, or with `again` is deleted."""
+def finished(recipe: Recipe, folders: Sequence[Path], *, again: Collection[str] = ()) -> dict[str, Result]:
+    """Results by id. In the folder that is written to, one with other settings than the recipe's is an error, or is deleted if it is among
+    those that are trained `again`. In the others it serves nobody, and stays."""
     runs = {r.id: r for r in recipe.runs()}
     found: dict[str, Result] = {}
+    others: dict[Path, str] = {}
     for path in (p for folder in folders for p in sorted(folder.glob("*.json"))):
-        run = runs.get(path.stem)
-        if run is None:
+        run, own = runs.get(path.stem), path.parent == folders[-1]
+        if run is None and own:
             raise ValueError(f"{path} is of no run of the recipe. Delete it, or give the recipe its arm and seed back.")
+        if run is None:
+            continue
         result = read_result(path)
         other = differing(run.settings, result["settings"], path)
         if not other:
             found.setdefault(run.id, result)
-        elif again:
-            path.unlink()
-        else:
-            raise ValueError(
-                f"{path} was trained with other settings: {other}. --again deletes it and trains anew; or change the recipe back."
-            )
+        elif own:
+            others[path] = other
+    if left := [path for path in others if path.stem not in again]:
+        how = "It would be deleted, and --only does not have it: leave that out" if again else "--again deletes it and trains anew"
+        raise ValueError(f"{left[0]} was trained with other settings: {others[left[0]]}. {how}; or change the recipe back.")
+    for path in others:
+        path.unlink()
     return {**_beside(recipe, folders), **found}
 
 

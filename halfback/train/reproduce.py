@@ -107,6 +107,15 @@ class Pool:
             self._stop()
             self.left += self.waiting
             self.waiting.clear()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Another process may have ended, or its trainings, while others trained here."""
+        for task in [t for t in self.left if _is_done(t)]:
+            with contextlib.ExitStack() as stack:
+                if locked(task.folder, stack) is not None:
+                    self.left.remove(task)
+                    self._take(task)
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.side_by_side:
@@ -263,8 +272,12 @@ def reproduce(
 
     `timed`: a few steps of each arm are timed instead, side by side only while they get ready.
     """
-    if side_by_side < 1 or (minutes is not None and not minutes > 0):
-        raise ValueError(f"reproduce: side_by_side={side_by_side} and minutes={minutes} must be above 0.")
+    for name, value in (("side_by_side", side_by_side), ("minutes", minutes)):
+        if value is not None and not value > 0:
+            raise ValueError(f"reproduce: {name}={value} must be above 0.")
+    for name, folder in (("out", out), ("into", into)):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"reproduce: {name}={str(folder)!r} is a file. Give a folder.")
     if timed and only is not None:
         raise ValueError("reproduce: --time times all arms in one call, so that they can be compared. Leave --only out.")
     check_drawing()
@@ -275,7 +288,7 @@ def reproduce(
     chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
     if timed:
         return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
-    there = finished(recipe, folders, again=again)
+    there = finished(recipe, folders, again=[r.id for r in chosen] if again else ())
     home = (out or OUT) / name_of(path)
     tasks = [Task(r, home / r.id, folders[-1] / f"{r.id}.json") for r in chosen if r.id not in there]
     for task in tasks:

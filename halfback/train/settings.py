@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("ema",), lambda v: 0 < v < 1, "in (0, 1), as 0.999"),
     (("seed",), lambda v: 0 <= v < 2**63, "at least 0, and below 2**63"),
 )
+UNUSED_BY: dict[str, tuple[str, ...]] = {  # that mean nothing to an optimizer or a schedule
+    "sgd": ("betas",),
+    "adamw": ("momentum", "nesterov"),
+    "cosine": ("milestones", "fall"),
+    "constant": ("milestones", "fall"),
+    "step": (),
+}
 SHARES = {"betas": "two numbers in [0, 1)", "milestones": "shares of the training, in [0, 1]"}
 
 
@@ -179,6 +187,10 @@ class Settings:
             raise ValueError(f"batch {self.batch} cannot be run in {self.accumulate} parts of one size (accumulate).")
         if self.warmup > self.epochs:
             raise ValueError(f"warmup {self.warmup:g} is longer than the training of {self.epochs} epochs; lr would never be reached.")
+        for given, names in (("optimizer", UNUSED_BY[self.optimizer]), ("schedule", UNUSED_BY[self.schedule])):
+            self._check_unused(f"{given} {getattr(self, given)}", names)
+        if not self.randaugment:
+            self._check_unused("a training without randaugment", ("magnitude",))
         if self.budget is not None and self.method != "exact":
             raise ValueError(f"budget {self.budget} chooses the methods itself; leave method {self.method!r} out, or the budget.")
         if self.dtype == "fp16" and self.device == "cpu":
@@ -189,6 +201,12 @@ class Settings:
         for name, done in WHOLE.items() if self.parallel == "fsdp" else ():
             if getattr(self, name):
                 raise ValueError(f"parallel fsdp shares weights out, and with {name} they are {done} whole; leave {name} out, or give ddp.")
+
+    def _check_unused(self, by: str, names: tuple[str, ...]) -> None:
+        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in names:
+            if getattr(self, name) != usual[name]:
+                raise ValueError(f"{name} {getattr(self, name)!r} means nothing to {by}; leave it out.")
 
     @property
     def decays(self) -> str:
@@ -237,15 +255,19 @@ def budget_of(text: str | None) -> float | int | None:
 
     if text is None:
         return None
+    wrong = f"budget {text!r} is neither a size, as 10GiB or 800MiB, nor a share in (0, 1] of the peak of plain training."
+    number = math.nan
     with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
+        number = float(text)
+    if 0 < number <= 1:
+        return number
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except ValueError as e:
-        raise ValueError(
-            f"budget {text!r} is neither a size, as 10GiB or 800MiB, nor a share in (0, 1] of the peak of plain training."
-        ) from e
+        raise ValueError(wrong) from e
+    if not math.isnan(number):  # bytes, by their number alone, are what nobody means
+        raise ValueError(wrong)
+    return size
 
 
 def methods_of(method: str) -> tuple[Any, ...]:
