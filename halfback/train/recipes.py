@@ -13,7 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,13 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"Recipe: {name} is the text {value!r}; give a tuple, as ({value!r},).")
+            if not isinstance(value, Iterable):
+                raise ValueError(f"Recipe: {name} is {value!r}; give a tuple, as ({value!r},).")
             object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.base, Settings):
+            raise ValueError(f"Recipe: base is a {type(self.base).__name__}; give Settings(...).")
+        if other := [a for a in self.arms if not isinstance(a, Arm)]:
+            raise ValueError(f"Recipe: arms has {other[0]!r}, which is no Arm; give Arm(name, method).")
         if self.measure not in JUDGED:
             raise ValueError(f"Recipe: measure {self.measure!r} is none of {', '.join(JUDGED)}.")
         self._check_arms()
@@ -161,6 +167,9 @@ class Recipe:
         missing = [k for k in ("lr", "weight_decay") if "optimizer" in arm.changes and k not in arm.changes]
         if missing:
             raise ValueError(f"Recipe: arm {arm.name!r}: optimizer changes, so give {' and '.join(missing)} too; the base has the other's.")
+        known = [f.name for f in dataclasses.fields(Settings)]
+        if unknown := [name for name in arm.changes if name not in known]:
+            raise ValueError(f"Recipe: arm {arm.name!r} changes {unknown[0]!r}, which is no setting. Settings: {', '.join(known)}.")
         try:
             return dataclasses.replace(self.base, method=arm.method, seed=seed, **arm.changes)
         except (TypeError, ValueError) as e:
