@@ -71,8 +71,8 @@ def _operator(f: Callable) -> Callable:
         return f(x, *args, **kwargs)
 
     first = next(iter(inspect.signature(f).parameters))
-    # Not torch.library.custom_op, whose calls take 8 us more, half of what a launch does: it looks after gradients, which come from the
-    # functions that call these.
+    # Not torch.library.custom_op, which adds 8 us to a call where this adds 3: it looks after gradients, which come from the functions
+    # that call these.
     if not hasattr(torch.ops.halfback, name):
         LIBRARY.define(name + torch.library.infer_schema(there, mutates_args=(first,) if writes else ()), tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, there, "CompositeExplicitAutograd")

@@ -100,7 +100,7 @@ class Training:
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
         self.course = Course(settings.exact_tail)
-        self.has_course = bool(settings.exact_tail) or any(m.schedule for a in applied_to(self.model) for m in a.report.methods)
+        self.has_course = bool(settings.exact_tail) or any(m.schedule for m in self.methods)
         self.peak = Peak(self.model, self.device)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
