@@ -268,14 +268,21 @@ def test_the_compiler_keeps_no_tensors_for_later_where_blocks_are_recomputed(mon
     assert reuse == [True, False] and torch._inductor.config.allow_buffer_reuse
 
 
-def test_the_time_of_a_step_is_told_by_kinds_of_kernels():
+@pytest.mark.parametrize(
+    "what, told",
+    [
+        (["--model", "small-vit", "--batch", "4", "--tiny", "lean"], "(1) lean"),
+        (["--recipe", "poolings", "exact-average-adamw_s0"], "(0) exact-average-adamw_s0"),
+    ],
+)
+def test_the_time_of_a_step_is_told_by_kinds_of_kernels(what, told):
     script = Path(__file__).parent.parent / "benchmarks/where.py"
-    command = [sys.executable, str(script), "--model", "small-vit", "--batch", "4", "--device", "cpu", "--tiny", "--kernels", "2", "lean"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(script), "--device", "cpu", "--kernels", "20", *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=script.parent.parent)
     assert done.returncode == 0, done.stderr
     lines = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
     kinds = [lines[k] for k in ("attention", "products", "norms and sums", "copies", "others", "convolutions", "elementwise") if k in lines]
-    assert "(1) lean" in done.stdout and "aten::" in done.stdout and float(lines["products"][0]) > 0
+    assert told in done.stdout and "aten::" in done.stdout and float(lines["products"][0]) > 0
     for i, total in enumerate(lines["all"]):
         assert abs(sum(float(k[i]) for k in kinds) - float(total)) < 0.05
 
