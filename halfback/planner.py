@@ -222,7 +222,8 @@ class Planner:
         self.clock = Clock(self.where, rates)
         self.sbp = finding.choose(model, found, BLOCKS) if found else []
         self.heads = find_heads(model, self.names)
-        self.convolutions = sum(isinstance(m, finding.CONVOLUTIONS) for m in model.modules()) > 1  # one alone makes patches
+        convolutions = sum(isinstance(m, finding.CONVOLUTIONS) for m in model.modules()) > 1  # one alone makes patches
+        self.workspace = WORKSPACE[convolutions] if self.device == "cuda" else 0
         self.ways: dict[tuple[Kind, bool], Way | None] = {}
         self.counted: dict[tuple[Method, ...], Point | None] = {}
         self.trials: dict[tuple[Method, ...], float | None] = {}  # seconds of real steps
@@ -384,13 +385,13 @@ class Planner:
             if point is not None and (smallest is None or point.peak < smallest.peak):
                 smallest = point
         assert smallest is not None
-        raise Impossible(budget, smallest, max(self.needs(smallest.peak), least), self.plain)
+        raise Impossible(budget, smallest, max(self.needs(smallest.peak), least), self.plain, self.workspace)
 
     def needs(self, peak: int) -> int:
         """A peak with what no count sees of it."""
         if self.device != "cuda":
             return peak
-        return int(peak * (1 + UNSEEN)) + WORKSPACE[self.convolutions]
+        return int(peak * (1 + UNSEEN)) + self.workspace
 
     def least(self) -> int:
         """What the process takes on the device with all blocks recomputed, as sparingly as exact gradients allow."""
@@ -408,7 +409,7 @@ class Planner:
             return allowed(self.plain, parse_size(budget))
         if not 0 < budget <= 1:
             raise ValueError(f"plan(): budget={budget} must be a fraction in (0, 1] of the plain peak, or a size as '10GiB'.")
-        return self.needs(self.plain.peak) if budget == 1 else int(budget * self.plain.peak)
+        return self.needs(self.plain.peak) if budget == 1 else int(budget * (self.plain.peak + self.workspace))
 
     def curve(self, prefer: str = "exact") -> list[Point]:
         """Memory against time, from the roomiest to the tightest: the first tier, and further ones as far as they are known. Estimated,
@@ -428,11 +429,12 @@ def _free(device: torch.device) -> int:
 class Impossible(ValueError):
     """No choice fits. It says what the smallest needs."""
 
-    def __init__(self, budget: float, smallest: Point, needs: int, plain: Profile):
+    def __init__(self, budget: float, smallest: Point, needs: int, plain: Profile, workspace: int):
         self.smallest, self.needs = smallest, needs
-        self.fraction = math.ceil(1000 * needs / plain.peak) / 1000  # of the plain peak
+        self.fraction = math.ceil(1000 * needs / (plain.peak + workspace)) / 1000  # of the plain peak, as `Planner.room` takes it
         self.total = -(-total_of(plain, needs) // 2**20)  # MiB on the device
-        share = f", or {self.fraction} of the plain peak" if self.fraction <= 1 else ""
+        libraries = f" with the {readable(workspace)} that libraries take for a moment" if workspace else ""
+        share = f", or {self.fraction} of the plain peak{libraries}" if self.fraction <= 1 else ""
         super().__init__(
             f"plan(): {readable(max(0, budget))} for activations is too little for {plain.model}. The smallest that works, "
             f"{smallest.label}, needs {readable(needs)}: a budget of '{self.total}MiB' on the device, of which {readable(plain.fixed)} are "
@@ -540,7 +542,7 @@ def plan(
     """Methods that meet a memory budget, at the least cost; the model is left as it was.
 
     budget      "10GiB" or a number of bytes: the total that the process may take on the device. A fraction up to 1: of the peak of
-                plain training. None: all memory of the GPU that the model is on
+                plain training, on a GPU with what libraries take for a moment. None: all memory of the GPU that the model is on
     prefer      "exact": approximate only what exact means cannot meet. "fast": the fastest of all that cost at most a point of accuracy
     batch_size  another number of samples than the batch has; "max": the most that fits with exact gradients
     device      "cuda": plan for a GPU with a model that is on the CPU; then times are estimated. On a GPU the plan is tried for a few

@@ -213,10 +213,11 @@ def test_the_smallest_that_an_error_names_works(name, device):
     smallest, needs = e.value.smallest, e.value.needs
     assert needs >= smallest.peak
     assert plan_with(planner, total_of(planner.plain, needs)).peak <= needs
-    if needs <= planner.plain.peak:
-        assert plan_with(planner, needs / planner.plain.peak).peak == smallest.peak
-        with pytest.raises(Impossible):
-            plan_with(planner, (needs - 512) / planner.plain.peak)
+    whole = planner.plain.peak + planner.workspace
+    assert needs <= whole
+    assert plan_with(planner, (needs + 1) / whole).peak == smallest.peak
+    with pytest.raises(Impossible):
+        plan_with(planner, (needs - 512) / whole)
 
 
 @pytest.mark.parametrize("rows", [100, 333])
@@ -227,8 +228,17 @@ def test_the_figures_in_the_error_work_as_they_are_written(rows, device):  # onc
         plan_with(planner, 0.01)
     size = re.search(r"a budget of '([^']+)'", str(e.value))[1]
     assert plan_with(planner, size).total <= parse_size(size)
-    share = re.search(r"or of ([\d.]+) of the plain peak", str(e.value))
-    assert share is None or plan_with(planner, float(share[1])).peak <= e.value.needs
+    share = re.search(r"or ([\d.]+) of the plain peak", str(e.value))[1]
+    assert plan_with(planner, float(share)).peak <= e.value.needs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_share_is_of_all_that_the_plan_is_held_against(device):  # once: without what libraries take, which the plan has
+    planner = Planner(*made("vit")[:2], device, "none")
+    plain, libraries = planner.plain.peak, planner.needs(0)
+    assert (libraries > plain) == (device == "cuda")
+    for share in (0.5, 0.9, 0.99):
+        assert planner.room(share) == int(share * (plain + libraries)) < planner.room(1.0)
 
 
 @settings(deadline=None)
