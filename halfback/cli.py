@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -304,8 +304,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return in_a_line(lambda: run(parser().parse_args(argv)))
+
+
+def in_a_line(do: Callable[[], int]) -> int:
+    """Its exit code; a mistake is told in a line."""
     try:
-        return run(parser().parse_args(argv))
+        return do()
     except (ValueError, OSError, ImportError, MemoryError) as e:
         tell(str(e), shared=isinstance(e, Shared))
         return 2

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..cli import in_a_line
 from ..compare import surroundings
 from .loop import Training
 from .pieces import tuned
@@ -140,10 +141,11 @@ def _started(run: Run, home: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=(lock.fileno(),))
 
 
-def main(home: Path, name: str, lock: int) -> None:
+def main(home: Path, name: str, lock: int) -> int:
     settings = Settings.load(home / f"{name}.json")
     write_json(home / f"{name}.out", time_steps(settings, lock, home / name))
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    sys.exit(in_a_line(lambda: main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
