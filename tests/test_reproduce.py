@@ -305,6 +305,28 @@ def test_an_unfinished_training_with_other_settings_is_an_error_too(here, monkey
     assert ran(only="exact_s0", again=True)[0] == 0
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_recipe_elsewhere_of_the_same_name_leaves_half_done_trainings_alone(here, monkeypatch, again):  # once: it went on with them
+    monkeypatch.setenv("FAKE_FAIL", "exact_s0")
+    assert ran(only="exact_s0")[0] == 1
+    monkeypatch.delenv("FAKE_FAIL")
+    before, own = log(here, "exact_s0"), find("claim").resolve()
+    other = write_recipe(here / "elsewhere")
+    with pytest.raises(ValueError, match=f"out/runs/claim has the trainings of {own}, another recipe of this name. Give --out another"):
+        ran(other, only="exact_s0", again=again)
+    assert log(here, "exact_s0") == before and ran(other, only="exact_s0", out=here / "out/others")[0] == 0
+    assert ran(only="exact_s0")[0] == 0
+
+
+def test_a_recipe_that_was_moved_goes_on_where_it_was(here, monkeypatch):
+    monkeypatch.setenv("FAKE_FAIL", "exact_s0")
+    assert ran(only="exact_s0")[0] == 1
+    monkeypatch.delenv("FAKE_FAIL")
+    (here / "experiments").rename(here / "papers")
+    before = log(here, "exact_s0")
+    assert ran(here / "papers/claim", only="exact_s0")[0] == 0 and log(here, "exact_s0").startswith(before)
+
+
 def test_a_result_of_no_run_is_an_error(here):
     ran()
     change_recipe(here, "seeds=(0, 1)", "seeds=(0,)")

@@ -1,4 +1,4 @@
-"""Recipes are run: every arm with every seed, each in a process of its own in OUT/NAME/ID/.
+"""Recipes are run: every arm with every seed, each in a process of its own in OUT/NAME/ID/. OUT/NAME/recipe.txt says whose they are.
 
 A run that is done is never trained again. One that was cut goes on from its checkpoint. Seeds are the outer loop, so that a cut leaves
 whole pairs. What a recipe is stands in recipes.py, what comes out in results.py.
@@ -291,8 +291,7 @@ def reproduce(
     there = finished(recipe, folders, again=[r.id for r in chosen] if again else ())
     home = (out or OUT) / name_of(path)
     tasks = [Task(r, home / r.id, folders[-1] / f"{r.id}.json") for r in chosen if r.id not in there]
-    for task in tasks:
-        task.prepare(again=again)
+    _prepare(tasks, home, path, again=again)
     say(f"{recipe.title}: {len(chosen)} runs, {len(chosen) - len(tasks)} done. The others train in {home}/, {side_by_side} at a time.")
     pool = Pool(tasks, side_by_side, say, keep=keep)
     pool.train(minutes)
@@ -307,6 +306,20 @@ def reproduce(
         say(f"{len(pool.failed)} runs failed: {', '.join(t.run.id for t in pool.failed)}. The same command tries them again.")
         return 1
     return STOPPED if pool.left else 0
+
+
+def _prepare(tasks: Sequence[Task], home: Path, path: Path, *, again: bool) -> None:
+    """Trainings of another recipe of this name are not gone on with, nor deleted, unless that recipe is gone or was moved."""
+    if not tasks:
+        return
+    whose, own = home / "recipe.txt", str(path.resolve())
+    other = whose.read_text(encoding="utf-8") if whose.exists() else own
+    if other != own and Path(other).exists():
+        raise ValueError(f"reproduce: {home} has the trainings of {other}, another recipe of this name. Give --out another folder.")
+    for task in tasks:
+        task.prepare(again=again)
+    home.mkdir(parents=True, exist_ok=True)
+    write_text(whose, own)
 
 
 def _time(path: Path, chosen: Sequence[Run], folder: Path, into: Path | None, at_once: int, say: Say) -> int:
