@@ -34,9 +34,10 @@ DROPIT = {
 
 
 def rows(model: str, file: str) -> dict[str, dict]:
-    """The newest of each method's steps on a GPU."""
+    """The newest of each method's steps on a GPU, in the batch and size that were measured last: the others are another comparison."""
     found = [{"part": "step", "device": "cuda", **r} for r in read(RESULTS / f"{file}.jsonl") if r["model"] == model]
-    return {r["method"]: r for r in found if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r}
+    steps = [r for r in found if r["part"] == "step" and r["device"] == "cuda" and "failed" not in r]
+    return {r["method"]: r for r in steps if all(r.get(k) == steps[-1].get(k) for k in ASKED["step"])}
 
 
 def days(found: Collection[dict]) -> str:

@@ -75,12 +75,22 @@ def _from_file(path: Path) -> Data:
     return _make(path.name, *arrays)
 
 
+def check_channels(path: Path, key: str, x: np.ndarray) -> None:
+    """Channels come first: pictures of n x n in at most four channels are not n channels of n x 4 and less."""
+    if x.ndim == 4 and x.shape[1] == x.shape[2] > 4 >= x.shape[3]:
+        raise ValueError(
+            f"data '{path}': {key} has shape {x.shape}, with channels last; wanted (N, H, W) or (N, C, H, W), "
+            f"as {key}.transpose(0, 3, 1, 2)."
+        )
+
+
 def _check(path: Path, x_train: np.ndarray, y_train: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> None:
     for kind, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if x.ndim not in (3, 4) or x.dtype.kind not in "uf":
             raise ValueError(
                 f"data '{path}': x_{kind} has shape {x.shape} and type {x.dtype}; wanted (N, H, W) or (N, C, H, W), uint8 or float."
             )
+        check_channels(path, f"x_{kind}", x)
         if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
             raise ValueError(f"data '{path}': y_{kind} has shape {y.shape} and type {y.dtype}; wanted ({len(x)},) integers, one an image.")
         if not len(y) or y.min() < 0:

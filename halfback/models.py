@@ -211,7 +211,7 @@ def _parts(spec: str, forms: tuple[str, ...]) -> tuple[str, str]:
 def _small_vit_for(shape: tuple[int, ...], classes: int, pool: str = "class") -> ViT:
     channels, height, width = shape
     if height != width:
-        raise ValueError(f"model 'small-vit' wants square images, found {height} x {width}. Models: {', '.join(IMAGE_FORMS)}.")
+        raise ValueError(f"model 'small-vit' wants square images (C, H, W), found {shape}. Models: {', '.join(IMAGE_FORMS)}.")
     # about seven patches a side: enough tokens for a choice among them to mean something
     patch = max(p for p in range(1, max(2, height // 7) + 1) if height % p == 0)
     return small_vit(height, patch, channels, classes=classes, pool=pool)

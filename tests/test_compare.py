@@ -151,6 +151,7 @@ def test_data_from_a_file(tmp_path):
     ("changed", "message"),
     [
         ({"x_train": np.zeros((6, 8), np.uint8)}, r"x_train has shape \(6, 8\)"),
+        ({"x_train": np.zeros((6, 8, 8, 3), np.uint8)}, r"x_train has shape \(6, 8, 8, 3\), with channels last; wanted .* \(N, C, H, W\)"),
         ({"y_test": np.zeros(5, np.int64)}, r"y_test has shape \(5,\)"),
         ({"y_train": np.zeros(6, np.float32)}, "wanted .* integers"),
         ({"x_test": np.zeros((6, 3, 4, 4), np.uint8)}, "images of x_train are"),

@@ -200,6 +200,8 @@ def test_floats_in_the_unit_interval_become_bytes_with_a_note(tmp_path):
         ({"x_train": np.full((12, 3, 4, 5), 2.0)}, r"x_train is of floats from 2 to 2; wanted \[0, 1\]"),
         ({"x_train": np.full((12, 3, 4, 5), np.nan)}, "floats from nan to nan"),
         ({"x_train": np.zeros((12, 5), np.uint8)}, r"x_train has shape \(12, 5\)"),
+        ({"x_train": np.zeros((12, 8, 8, 3), np.uint8)}, r"shape \(12, 8, 8, 3\), with channels last; wanted .* \(N, C, H, W\)"),
+        ({"x_test": np.zeros((5, 8, 8, 1))}, r"x_test has shape \(5, 8, 8, 1\), with channels last; .* x_test.transpose\(0, 3, 1, 2\)"),
         ({"y_test": np.zeros(4, np.int64)}, r"y_test has shape \(4,\) and type int64; wanted \(5,\) integers"),
         ({"y_test": np.zeros(5)}, "y_test has shape .* and type float64"),
         ({"y_test": np.full(5, -1)}, "none below 0"),

@@ -175,5 +175,5 @@ NETS: dict[str, Callable[[int, int, int, float], nn.Module]] = {
 
 def make_net(name: str, shape: tuple[int, ...], classes: int, drop_path: float = 0.0) -> nn.Module:
     if len(shape) != 3 or shape[1] != shape[2]:
-        raise ValueError(f"model {name!r} wants square images, found {' x '.join(map(str, shape[1:]))}.")
+        raise ValueError(f"model {name!r} wants square images (C, H, W), found {shape}.")
     return NETS[name](shape[0], shape[1], classes, drop_path)

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import KEYS, digits
+from ..data import KEYS, check_channels, digits
 from .folder import check_pillow, class_names, list_files, read_image
 
 VARIABLE = "HALFBACK_DATA"
@@ -436,6 +436,7 @@ def _images(path: Path, key: str, found: dict[str, np.ndarray], notes: list[str]
         raise ValueError(
             f"data '{path}': {key} has shape {x.shape} and type {x.dtype}; wanted (N, H, W) or (N, C, H, W), uint8 or floats in [0, 1]."
         )
+    check_channels(path, key, x)
     if x.dtype != np.uint8:
         if x.size and not (x.min() >= 0 and x.max() <= 1):
             raise ValueError(f"data '{path}': {key} is of floats from {x.min():g} to {x.max():g}; wanted [0, 1], or uint8.")
