@@ -16,6 +16,7 @@ from pathlib import Path
 from halfback.bench.fits import MEASURE
 from halfback.bench.promises import kept
 from halfback.bench.results import AGAIN, ASKED, in_full, note_of, read
+from halfback.train.results_page import claims, headline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -177,6 +178,17 @@ def digits_table() -> str:
     return "\n".join(out)
 
 
+def claims_table() -> str:
+    """What trainings on real data showed of accuracy: what the recipes are for."""
+    paths = (ROOT / "experiments").glob("*/results.json")
+    found = sorted((json.loads(path.read_text()) for path in paths), key=lambda r: (r["order"], r["name"]))
+    return claims(found)
+
+
+def headline_text() -> str:
+    return headline(ROOT / "experiments")
+
+
 def depth_table() -> str:
     """Errors after training, by how many blocks the gradient has passed, and a line on what else there is to know."""
     data = json.loads((RESULTS / "depth.json").read_text())
@@ -254,6 +266,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "growth": growth_table,
     "dropit": dropit_table,
     "digits": digits_table,
+    "claims": claims_table,
+    "headline": headline_text,
     "depth": depth_table,
     "profiles": profile_table,
     "plans": plan_table,

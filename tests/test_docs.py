@@ -201,10 +201,11 @@ def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
     spec = importlib.util.spec_from_file_location("headline", ROOT / "experiments" / "headline.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    top1 = {"mean": -0.2, "interval": [-0.6, 0.2], "seeds": [0, 1]}
+    top1 = {"mean": -0.2, "interval": [-0.6, 0.2], "seeds": [0, 1], "clear": False}
     arm = {"name": "a", "method": "sbp(keep=0.5)", "group": module.GROUP, "mean": {"top1": 66.0}, "against": {"top1": top1}}
     row = {"part": "step", "model": module.MODEL, "compiled": True, "device": "cuda", "time_ratio": 0.9, "peak_ratio": 0.4}
-    row |= dict.fromkeys(("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib"), 0)
+    row |= dict.fromkeys(("batch", "size", "step_ms", "peak_gib"), 0) | dict.fromkeys(("gpu", "torch", "commit", "date"), "-")
+    row |= {"ours": True, "method": "a row"}
     others = [{**row, "text": "sbp(keep=0.25)"}, {**row, "text": "sbp(keep=0.5)", "compiled": False}]
     with pytest.raises(ValueError, match="no row of compiled arms"):
         module.headline({"arms": [arm]}, others)
@@ -216,5 +217,11 @@ def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
     assert best["method"] == "sbp(keep=0.5)", "of those that reach two figures it is the fastest; an eager arm is none"
     arms[1]["group"] = module.GROUP
     assert module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])["method"] == "sbp"
+    peer = {**row, "text": "checkpoint", "method": "checkpointing", "ours": False, "time_ratio": 1.2, "peak_ratio": 0.2}
+    said = module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower, peer])["text"]
+    shown = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")][2:]
+    assert "`sbp` reaches all three" in said and shown == ["| checkpointing", "| `sbp(keep=0.5)`", "| **`sbp`**", "| `lean`"]
+    beaten = [{**row, "text": "sbp(keep=0.5)", "time_ratio": 1.1}, *slower]
+    assert "`sbp(keep=0.5)`" not in module.headline({"arms": arms}, beaten)["text"]
     with pytest.raises(ValueError, match="two seeds"):
         module.headline({"arms": [{**arm, "against": {"top1": {**top1, "seeds": [0]}}}]}, [row])

@@ -28,7 +28,8 @@ import scipy.stats
 from halfback.train.loop import train
 from halfback.train.recipes import Arm, Recipe, find, load
 from halfback.train.reproduce import reproduce
-from halfback.train.results import collect, listing, page, page_text, paired, spread, student, table, times_of, told
+from halfback.train.results import collect, listing, paired, spread, student, table, times_of, told
+from halfback.train.results_page import page, page_text
 from halfback.train.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +191,9 @@ def test_an_id_is_safe_as_a_file_name():
         ({"arms": (Arm("exact"), Arm("b", "lean", {"optimizer": "sgd"}))}, "arm 'b': optimizer changes, so give lr and weight_decay too"),
         ({"base": Settings(method="lean")}, "method is neither"),
         ({"measure": "speed"}, "measure 'speed' is none of top1, test_loss"),
+        ({"curves": ("c",)}, "curves names 'c', which is no arm that is trained. Arms: exact, b"),
+        ({"claims": ("c",)}, "claims names 'c', which is no arm that is trained. Arms: exact, b"),
+        ({"claims": ("b", "exact")}, "claims names 'exact', which the others are compared with; name those"),
         ({"differs": "small"}, r"differs is the text 'small'; give a tuple, as \('small',\)"),
     ],
 )
@@ -655,6 +659,32 @@ def test_the_page_is_a_function_of_the_results(here):
     assert "2026-01-02. Commit c0ffee0123-dirty." in text and "| exact | 91.50" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1  # whole rows
+
+
+def test_a_page_begins_with_what_is_claimed_and_with_the_headline(here):
+    change_recipe(here, "minutes=2", "claims=('rate 0.2', 'rate 0.3'), minutes=2")
+    ran(only="exact_*,*0.2_*,*0.3_s0")
+    (here / "experiments/headline.json").write_text(json.dumps({"text": "one setting"}))
+    short, _, rest = page_text().partition("## A claim, table 1")
+    assert "| **A claim, table 1** |" in short and "\n\none setting\n" in short and "one setting" not in rest
+    assert "| rate 0.2<br>`lean` | 91.50 % | +1.00 (+1.00 to +1.00) \\* | 2 | " in short
+    assert "| rate 0.3<br>`lean` |  | not measured yet | 1 of 2 |  |" in short
+
+
+def test_a_page_without_claims_has_no_beginning(here):
+    ran()
+    assert "In short" not in page_text()
+
+
+def test_a_page_makes_means_and_figures_anew(here):
+    """From runs alone, those of a recipe that is not ended too."""
+    ran(only="exact_*,*0.2_*")
+    place = here / "experiments/claim"
+    before = {name: (place / name).read_bytes() for name in ("results.json", "figure.png")}
+    for name in before:
+        (place / name).write_text("{}")
+    page()
+    assert {name: (place / name).read_bytes() for name in before} == before
 
 
 def test_a_page_of_unfinished_runs_says_so(here):

@@ -3,7 +3,7 @@
 from halfback.train import Arm, Recipe, Settings
 
 RECIPE = Recipe(
-    title="SBP and DropIT on a ConvNeXt, main schedule",
+    title="SBP and DropIT: ConvNeXt from scratch on CIFAR-100, 60 epochs",
     about="A ConvNeXt for 32 pixels, from scratch on CIFAR-100; three paired seeds.",
     paper="SBP, keep 0.5: ConvNeXt-T 82.1 to 81.6 on ImageNet.",
     base=Settings(
@@ -43,6 +43,7 @@ RECIPE = Recipe(
     ),
     seeds=(0, 1, 2),
     against="exact",
+    claims=("SBP", "SBP, the paper's layers", "DropIT, keep 0.1"),
     differs=("CIFAR-100 from scratch, where the paper has ImageNet; the recipe is ours.",),
     order=5,
     minutes=18,

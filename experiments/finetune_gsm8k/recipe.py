@@ -85,6 +85,7 @@ RECIPE = Recipe(
     arms=arms(),
     seeds=(0, 1, 2, 3, 4),
     against="exact",
+    claims=("SBP", "DropIT, keep 0.1", "DropIT, 4 bits"),
     differs=(
         "The weights come from a 4-bit file, made whole again.",
         "SBP's runs kept half of the tokens by a dithered grid, but for the compiled ones: now every second one is kept, and attention's "

@@ -46,6 +46,7 @@ RECIPE = Recipe(
     arms=arms(),
     seeds=(0, 1, 2, 3, 4),
     against="exact",
+    claims=("SBP", "DropIT, keep 0.1", "DropIT, 4 bits"),
     order=20,
     minutes=4,
 )

@@ -37,7 +37,7 @@ def arms() -> tuple[Arm, ...]:
 
 
 RECIPE = Recipe(
-    title="SBP and DropIT on a ViT, main schedule",
+    title="SBP and DropIT: ViT-S/4 from scratch on CIFAR-100, 60 epochs",
     about="ViT-S/4 from scratch on CIFAR-100, read from its class token, five paired seeds for SBP and DropIT, three for the others, and "
     "from the mean of its tokens, ten. SBP is "
     "alone: Lean and Recompute are exact, and with them beside it, it has the gradient that it has alone.",
@@ -70,6 +70,7 @@ RECIPE = Recipe(
     arms=arms(),
     seeds=(0, 1, 2, 3, 4),
     against="exact, class token",
+    claims=("SBP, class token", "SBP, average", "DropIT, keep 0.1, class token"),
     curves=("exact, class token", "SBP, class token", "DropIT, keep 0.1, class token", "exact, average", "SBP, average"),
     differs=("CIFAR-100 from scratch, where the paper has ImageNet; the recipe is ours.",),
     order=4,

@@ -76,6 +76,7 @@ class Recipe:
     minutes   that it takes, on what is told in `on`
     order     its place on the page
     measure   what arms are judged by: top1, or test_loss, which is better the smaller it is
+    claims    arms whose differences are what the recipe is for: the page begins with them
     curves    arms whose course is drawn: loss and measure by epochs
     beside    recipes in folders beside this one whose runs serve it too, where their settings are the same
     verdict   whether the paper's claim holds: a text, or a function that computes one from results.json
@@ -94,11 +95,12 @@ class Recipe:
     order: int = 0
     verdict: str | Callable[[Result], str] | None = None
     measure: str = "top1"
+    claims: tuple[str, ...] = ()
     curves: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("arms", "seeds", "differs", "curves", "beside"):
+        for name in ("arms", "seeds", "differs", "claims", "curves", "beside"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"Recipe: {name} is the text {value!r}; give a tuple, as ({value!r},).")
@@ -126,8 +128,11 @@ class Recipe:
         for who, against in (("the recipe", self.against), *((f"arm {a.name!r}", a.against) for a in self.arms)):
             if against is not None and against not in names:
                 raise ValueError(f"Recipe: {who} is against {against!r}, which is no arm. Arms: {', '.join(names) or 'none'}.")
-        if unknown := [name for name in self.curves if name not in {a.name for a in self.arms if a.like is None}]:
-            raise ValueError(f"Recipe: curves names {unknown[0]!r}, which is no arm that is trained. Arms: {', '.join(names)}.")
+        for what, named in (("claims", self.claims), ("curves", self.curves)):
+            if unknown := [name for name in named if name not in {a.name for a in self.arms if a.like is None}]:
+                raise ValueError(f"Recipe: {what} names {unknown[0]!r}, which is no arm that is trained. Arms: {', '.join(names)}.")
+        if alone := [a.name for a in self.arms if a.name in self.claims and self.against_of(a) is None]:
+            raise ValueError(f"Recipe: claims names {alone[0]!r}, which the others are compared with; name those.")
         self._check_likes()
         for what, given in (("method", self.base.method != "exact"), ("seed", self.base.seed != 0)):
             if given or any(what in a.changes for a in self.arms):

@@ -27,7 +27,8 @@ from typing import Any
 
 from .recipes import LOCAL, Recipe, Run, differing, find, finished, load, name_of, read_result, runs_folders
 from .record import LOCK, check_drawing, locked, write_json, write_text
-from .results import PAGE, TIMES, collect, duration, listing, page, percent, told
+from .results import TIMES, collect, duration, listing, percent, told
+from .results_page import PAGE, page
 from .settings import STOPPED
 from .timed import time_arms
 

@@ -1,8 +1,8 @@
-"""What trainings gave: means, differences paired by seed, a figure, and a page.
+"""What trainings gave: means, differences paired by seed, and figures.
 
-experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figures.py draws them. Times of steps are of
-                                times.json, see timed.py, or where every run was alone on its device of the runs
-docs/results.md                 every results.json, as a page
+experiments/NAME/results.json   all runs of a recipe: means, and differences paired by seed; figures.py draws them, results_page.py has all
+                                recipes on a page. Times of steps are of times.json, see timed.py, or where every run was alone on its
+                                device of the runs
 
 difference   d_s = arm_s - against_s for each seed s that both have: the same batches in the same order
 interval     mean(d) ± t(0.975, n - 1) sd(d) / √n, Student's, for 95 %
@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..report import readable, rows
-from .figures import CURVES, FIGURE, MEMORY, by_memory, curves_figure, figure, grouped, memory_figure, short
+from .figures import CURVES, FIGURE, MEMORY, curves_figure, figure, memory_figure, short
 from .recipes import (
     EXPERIMENTS,
-    JUDGED,
     LOCAL,
     MEASURES,
     Arm,
@@ -38,10 +34,9 @@ from .recipes import (
     recipes,
     runs_folders,
 )
-from .record import write_json, write_text
+from .record import write_json
 from .settings import PATHS
 
-PAGE = Path("docs/results.md")
 TIMES = "times.json"
 PAIRED = ("top1", "top5", "train_loss", "test_loss")
 RATIOS = ("held", "peak", "step_ms")
@@ -148,6 +143,7 @@ def results_of(recipe: Recipe, name: str, done: Mapping[str, Result], times: Res
         "on": recipe.on,
         "measure": recipe.measure,
         "against": recipe.against,
+        "claims": list(recipe.claims),
         "curves": list(recipe.curves),
         "beside": list(recipe.beside),
         "seeds": list(recipe.seeds),
@@ -239,7 +235,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _signed(value: float, measure: str) -> str:
+def signed(value: float, measure: str) -> str:
     return (f"{value:+.2f}" if measure == "top1" else f"{value:+.3f}").replace("-", "−")
 
 
@@ -250,6 +246,14 @@ def _mean(arm: Result, measure: str, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
+def with_interval(pair: Result, measure: str) -> str:
+    """A difference with its 95 % interval, and a * where that is without zero."""
+    said = signed(pair["mean"], measure)
+    if pair["interval"] is not None:
+        said += f" ({signed(pair['interval'][0], measure)} to {signed(pair['interval'][1], measure)})"
+    return said + (" *" if pair["clear"] else "")
+
+
 def _difference(arm: Result, results: Result) -> str:
     by = results["measure"]
     pair = arm["against"] and arm["against"][by]
@@ -258,10 +262,7 @@ def _difference(arm: Result, results: Result) -> str:
         return f"as {arm['like']}" + ("" if against in (results["against"], arm["like"]) else f", ratios to {against}")
     if not pair or pair["mean"] is None:
         return ""
-    said = _signed(pair["mean"], by)
-    if pair["interval"] is not None:
-        said += f" ({_signed(pair['interval'][0], by)} to {_signed(pair['interval'][1], by)})"
-    said += " *" if pair["clear"] else ""
+    said = with_interval(pair, by)
     return said if arm["against"]["arm"] == results["against"] else f"{said} to {arm['against']['arm']}"
 
 
@@ -356,116 +357,11 @@ def _measured(results: Result) -> str:
     said = f"{results['against']} {percent(base) if by == 'top1' or base is None else f'{base:.3f}'}"
     if not apart:
         return said
-    low, high = _signed(min(apart), by), _signed(max(apart), by)
+    low, high = signed(min(apart), by), signed(max(apart), by)
     return f"{said}, others {low}" + (f" to {high}" if high != low else "")
-
-
-# The page
-
-INTRODUCTION = """\
-# Results
-
-Everything on this page is written by `halfback reproduce --page` from the files that trainings left in `experiments/`; nothing is
-edited by hand. `halfback reproduce NAME` trains a recipe anew.
-
-Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
-order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
-zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
-ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings that ran side by
-side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is given. An arm
-that adds to another what is exact alone has that arm's gradients, and so its accuracy: it is timed, and not trained.
-"""
-
-
-def page_text(experiments: Path | None = None, page: Path | None = None) -> str:
-    """The page from every results.json, by `order` and then name."""
-    experiments, page = experiments or EXPERIMENTS, page or PAGE
-    found = [(p, json.loads(p.read_text(encoding="utf-8"))) for p in sorted(experiments.glob("*/results.json"))]
-    if not found:
-        raise ValueError(f"There is no results.json in {experiments}/*/: halfback reproduce NAME makes one.")
-    found.sort(key=lambda f: (f[1]["order"], f[1]["name"]))
-    parts = [INTRODUCTION, *(_section(r, os.path.relpath(p.with_name(FIGURE), page.parent)) for p, r in found)]
-    return "\n".join(parts)
-
-
-def page(experiments: Path | None = None, page: Path | None = None) -> Path:
-    text, path = page_text(experiments, page), page or PAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
-    return path
 
 
 def judged(r: Result) -> Result:
     """With the arms alone that have more than one seed, where the recipe wants more: one says nothing of accuracy. Those that are not
     trained have to be timed."""
     return {**r, "arms": [a for a in r["arms"] if len(a["seeds"]) >= min(2, len(r["seeds"])) and (not a.get("like") or a.get("time"))]}
-
-
-def _section(r: Result, drawn: str) -> str:
-    if "text" in r:  # a study that is no recipe says itself what it found
-        return "\n\n".join([f"## {r['title']}", r["text"], f"![{r['title']}]({Path(drawn).as_posix()})"]) + "\n"
-    missing, shown = r["runs"]["of"] - r["runs"]["done"], judged(r)["arms"]
-    wait = [a["name"] for a in r["arms"] if a not in shown and not a.get("like")]
-    parts = [f"## {r['title']}", r["about"], f"**The paper:** {r['paper']}"]
-    parts += [f"**Not complete:** {missing} of {r['runs']['of']} runs are missing."] if missing else []
-    parts += [f"Not shown before they have two seeds: {'; '.join(wait)}."] if wait else []
-    untimed = [a["name"] for a in r["arms"] if a.get("like") and not a.get("time")]
-    parts += [f"Not shown before they are timed: {'; '.join(untimed)}."] if untimed else []
-    r = judged(r)
-    if not r["arms"]:
-        return "\n\n".join([*parts, _made(r)]) + "\n"
-    parts += ["**Here:**", _markdown(r)]
-    parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
-    parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
-    name = JUDGED[r["measure"]].removesuffix(", %")
-    parts += [f"![{r['title']}: {name} of every arm]({Path(drawn).as_posix()})"]
-    if by_memory(r) is not None:
-        parts += [f"![{r['title']}: {name} against memory]({Path(drawn).with_name(MEMORY).as_posix()})"]
-    if any(a["name"] in r.get("curves", ()) for a in r["arms"]):
-        parts += [f"![{r['title']}: training loss and {name} by epochs]({Path(drawn).with_name(CURVES).as_posix()})"]
-    parts += [_made(r)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown(r: Result) -> str:
-    head, *body = table(r)
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    group = ""
-    for arm, cells in grouped(list(zip(r["arms"], body, strict=True))):
-        if arm["group"] != group:
-            group = arm["group"]
-            lines.append([f"**{_cell(group)}**"] + [""] * (len(head) - 1))
-        told = _settings({**({} if arm["method"] == arm["name"] else {"method": arm["method"]}), **arm["changes"]})
-        lines.append([_cell(cells[0]) + (f"<br>{told}" if told else ""), *map(_cell, cells[1:])])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-
-
-def _settings(values: Mapping[str, Any]) -> str:
-    """The method as it is written, and settings as name=value, as code."""
-    said = [str(v) if k == "method" else f"{k}={v}" for k, v in values.items()]
-    return ", ".join(f"`{text}`" for text in said).replace("|", "\\|")
-
-
-def _made(r: Result) -> str:
-    versions = ", ".join(f"{k} {' and '.join(v)}" for k, v in r["versions"].items())
-    dates = r["dates"][0] + (f" to {r['dates'][-1]}" if len(r["dates"]) > 1 else "")
-    seeds = ", ".join(map(str, sorted({s for a in r["arms"] for s in a["seeds"]})))
-    minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
-    made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
-    commits = [_hash(c) for c in r["commits"]]
-    made += f" Commit {', '.join(commits)}." if commits else ""
-    timed = r.get("timed")
-    made += f" Steps timed on {timed['device_name']}, {timed['date'][:10]}, commit {_hash(timed['commit'] or 'unknown')}." if timed else ""
-    base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
-    base = {k: v for k, v in base.items() if not all(k in a["changes"] for a in r["arms"])}
-    beside = " and ".join(f"`{name}`" for name in r.get("beside", ()))
-    made += f" What {beside} has trained with the same settings is not trained again." if beside else ""
-    return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings, but for those that an arm names: {_settings(base)}."
-
-
-def _hash(commit: str) -> str:
-    return re.sub("([0-9a-f]{10})[0-9a-f]+", "\\1", commit)  # "-dirty" stays
