@@ -90,11 +90,11 @@ class State:
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
-        self.grid: tuple[int, ...] | None = None
+        self.grids: tuple[tuple[int, ...], ...] = ()  # of convolutions in this forward, the last one first
         self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("owner", "open", "key", "current", "grid", "seen")
+        passing = ("owner", "open", "key", "current", "grids", "seen")
         return {k: v for k, v in self.__dict__.items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class State:
             self.key = tick(self.step)
 
     def finish(self) -> None:
-        self.key = self.current = self.grid = None
+        self.key, self.current, self.grids = None, None, ()
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
         """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
@@ -183,11 +183,11 @@ class State:
                     f"are {math.prod(m.grid) + (m.always or 0)}."
                 )
             return always, m.grid
-        if self.grid is not None and 0 <= n - math.prod(self.grid) <= MOST_LEADING_TOKENS:
-            leading = n - math.prod(self.grid)
-            if m.always is None or m.always == leading:
-                return leading, self.grid
-        always = min(n - 1, (1 if self.grid is None else 0) if m.always is None else m.always)
+        leading = {n - math.prod(grid): grid for grid in reversed(self.grids)}
+        fitting = [number for number in leading if 0 <= number <= MOST_LEADING_TOKENS and m.always in (None, number)]
+        if fitting:
+            return min(fitting), leading[min(fitting)]
+        always = min(n - 1, 1 if m.always is None else m.always)  # the first may be a class token; if not, one position more is kept
         return always, (n - always,)
 
 
@@ -269,12 +269,13 @@ class End(Hook):
 
 
 class Grid(Hook):
-    """After a convolution in front of the blocks: its output's shape is the grid that tokens come from."""
+    """After a convolution outside of the chosen blocks: its output's shape may be the grid that tokens come from."""
 
     def __call__(self, module, args, output):
-        if self.idle(module):
+        if self.idle(module) or not isinstance(output, Tensor):
             return None
-        self.state.grid = tuple(output.shape[2:])
+        grid = tuple(output.shape[2:])
+        self.state.grids = (grid, *[g for g in self.state.grids if g != grid])
         return None
 
 

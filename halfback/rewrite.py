@@ -267,7 +267,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     for name in _above(chosen):
         modules[name].register_forward_pre_hook(Around(state, True))
         modules[name].register_forward_hook(Around(state, False, whole=all(c.startswith(f"{name}.") for c in chosen)))
-    for name in _before(model, chosen[0]):
+    for name in _maps(model, chosen):
         modules[name].register_forward_hook(Grid(state, name))
     for name in opaque:
         modules[name].register_forward_pre_hook(Plain(state, name), with_kwargs=True)
@@ -301,10 +301,10 @@ def _above(chosen: list[str]) -> list[str]:
     return sorted({".".join(p[:i]) for p in parts for i in range(1, len(p))})
 
 
-def _before(model: nn.Module, first: str) -> list[str]:
-    """Convolutions over images or videos that are registered before the first chosen block."""
-    before = itertools.takewhile(lambda pair: pair[0] != first, model.named_modules())
-    return [name for name, m in before if isinstance(m, (nn.Conv2d, nn.Conv3d))]
+def _maps(model: nn.Module, chosen: list[str]) -> list[str]:
+    """Convolutions over images or videos outside of the chosen blocks: embeddings of patches, and what pools between stages."""
+    inside = {id(part) for name in chosen for part in model.get_submodule(name).modules()}
+    return [name for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)) and id(m) not in inside]
 
 
 def remove_(model: nn.Module) -> None:
