@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+STRANGER = re.compile(r"found type 'Streams'|\bnot Streams\b")  # what C++ says of an argument that it does not know
 
 
 def in_transform() -> bool:
@@ -42,7 +46,28 @@ class Standin:
         return self.gone or not (self.module.training and torch.is_grad_enabled()) or in_transform()
 
     def plain(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except (RuntimeError, TypeError) as e:
+            if STRANGER.search(str(e)):
+                raise RuntimeError(self._told(e)) from e
+            raise
+
+    def _run(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
+
+    def _told(self, error: BaseException) -> str:
+        """Which module called what cannot be called with streams: the innermost one that was running."""
+        names = {id(m): name for name, m in self.module.named_modules()}
+        running = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        name = next((names[i] for i in reversed(running) if names.get(i)), "")
+        how = f"Name that module, as SBP(opaque=['*.{name}']), so that it gets plain tensors" if name else "Call it in a module of its own"
+        return (
+            f"{type(self.module).__name__}{'.' if name else ''}{name} calls a scripted function or an extension, which cannot be handed "
+            f"streams. {how}; or leave its block out of layers=."
+        )
 
 
 def standins(model: nn.Module) -> Iterator[Standin]:

@@ -907,3 +907,22 @@ def test_skip_tokens_says_where_it_cannot_go():
     hb.apply_(model, hb.SkipTokens(0.5, layers="paper", carry=False))
     with pytest.raises(RuntimeError, match=r"SkipTokens: .* needs all positions"):
         zoo.call(model, batch)
+
+
+def test_sizes_of_a_view_may_be_tensors_of_no_dimensions():
+    """As Longformer's are; they are not changed."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.linear(self.norm(x)).view(2, chunks, 4, 8).flatten(1, 2)
+
+    chunks = torch.tensor(3)
+    model, x = nn.Sequential(Layer(), Layer(), Layer()), torch.randn(2, 12, 8)
+    plain = model(x)
+    hb.apply_(model, hb.SBP(0.5))
+    torch.testing.assert_close(model(x), plain)
+    assert chunks == 3

@@ -110,6 +110,30 @@ def timm_convnext_v2():
     return of_timm("ConvNeXt", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), use_grn=True, ls_init_value=None)
 
 
+def pit():
+    """Stages of tokens, with a convolution between them that pools them; a class and a distillation token."""
+    sizes = {"img_size": 64, "patch_size": 8, "stride": 8, "base_dims": (12, 12), "depth": (2, 2), "heads": (2, 4), "mlp_ratio": 2}
+    model, batch = of_timm("PoolingVisionTransformer", 64, **sizes, stem_type="overlap", distilled=True)
+    model.distilled_training = False
+    return model, batch
+
+
+def crossvit():
+    """Two embeddings of patches, of two sizes."""
+    sizes = {"img_size": 48, "img_scale": (1.0, 1.0), "patch_size": (8, 16), "embed_dim": (12, 24), "num_heads": (2, 2)}
+    return of_timm("CrossVit", 48, **sizes, depth=((1, 2, 0), (1, 2, 0)), mlp_ratio=(2.0, 2.0, 1.0))
+
+
+def hybrid():
+    """A convolutional backbone, with blocks of its own, in front of the patches."""
+    from timm.models.resnetv2 import ResNetV2
+    from timm.models.vision_transformer_hybrid import HybridEmbed
+
+    backbone = ResNetV2((1, 2), (128, 128), num_classes=0, global_pool="", stem_chs=32, preact=False)
+    embed = functools.partial(HybridEmbed, backbone=backbone)
+    return of_timm("VisionTransformer", 64, img_size=64, patch_size=1, embed_dim=24, depth=3, num_heads=2, embed_layer=embed)
+
+
 def davit():
     return of_timm("DaVit", 64, depths=(1, 1, 1, 1), embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 2))
 
@@ -177,7 +201,7 @@ def einops_cct():
 
 
 TRANSFORMERS = [vit_mae, qwen3, gemma3, mamba, t5, wav2vec2, swin, convnext_v2, segformer]
-TIMM = [eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
+TIMM = [pit, crossvit, eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
 TORCHVISION = [tv_swin, tv_swin_v2, tv_swin_3d, resnet, efficientnet]
 EINOPS = [einops_vit, einops_cct]
 MODELS = {f.__name__: f for f in TRANSFORMERS + TIMM + TORCHVISION + EINOPS}
@@ -235,6 +259,39 @@ def test_it_trains(name, method):
         assert hb.held(model, lambda: loss_of(model, batch)) < held
     if isinstance(method, hb.DropIT):
         assert report.approximated and report.after < report.before
+
+
+@pytest.mark.parametrize(("make", "leading", "grids"), [(pit, 2, 2), (crossvit, 1, 2), (hybrid, 1, 1)])
+def test_class_tokens_are_always_kept_wherever_tokens_come_from(make, leading, grids):
+    """Where they were not, whole stages got no gradient in half of the steps, and a backbone in front of them never."""
+
+    def reached() -> set[str]:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+    model, batch = make()
+    model.train()
+    plain = reached()
+    report = hb.apply_(model, hb.SBP(keep=0.5))
+    assert [reached() for _ in range(4)] == [plain] * 4
+    assert len([text for text in report.positions if f"after {leading} that are always kept" in text]) == grids
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_scripted_function_in_a_block_is_told_with_the_module_that_calls_it():
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    settings = {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    del settings["use_cache"]
+    model, batch = DebertaV2ForSequenceClassification(DebertaV2Config(**settings, num_labels=5)).train(), {"input_ids": zoo.tokens(24)}
+    hb.apply_(model, hb.SBP(keep=0.5), hb.Lean())
+    with pytest.raises(RuntimeError, match=r"DebertaV2Layer.attention.self calls a scripted .* SBP\(opaque=\['\*.attention.self'\]\)"):
+        loss_of(model, batch)
+    hb.remove_(model)
+    hb.apply_(model, hb.SBP(keep=0.5, opaque=["*.attention.self"]), hb.Lean())
+    loss_of(model, batch).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("name", "size"), [("efficientvit_b0", 32), ("mobilenetv4_conv_small", 64)])
