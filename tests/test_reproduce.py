@@ -531,6 +531,17 @@ def test_results_pair_arms_by_seed(here):
     assert results == json.loads((here / "experiments/claim/results.json").read_text())
 
 
+def test_an_arms_peak_is_the_least_of_its_seeds(here):
+    """A first run may have measured what cuDNN tried."""
+    ran()
+    for run, peak in {"exact_s0": 300, "exact_s1": 200, "rate-0.2_s0": 100, "rate-0.2_s1": 150, "rate-0.3_s0": None}.items():
+        path = here / f"experiments/claim/runs/{run}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "peak": peak}))
+    exact, arm, _ = collect("claim")["arms"]
+    assert exact["typical"]["peak"] == 200 and arm["typical"]["peak"] == 100 and arm["against"]["ratio"]["peak"] == 0.5
+    assert exact["mean"]["peak"] == 250 and arm["typical"]["held"] == arm["mean"]["held"]
+
+
 def test_no_ratio_between_devices(here):
     ran()
     for path in (here / "experiments/claim/runs").glob("exact_*.json"):

@@ -164,10 +164,11 @@ class World:
 
 
 class Peak:
-    """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer, data, and gradients."""
+    """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer and data. Gradients go after each
+    step, so at the peak, where the backward begins, there are none yet, or those of the parts before."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.model, self.device = model, device
+    def __init__(self, device: torch.device):
+        self.device = device
         self.most: int | None = None
         self.allocated: int | None = None  # with all that stays
 
@@ -181,9 +182,8 @@ class Peak:
 
     def __exit__(self, *exc: Any) -> None:
         if self.device.type == "cuda" and not any(exc):
-            gradients = sum(local(p).nbytes for p in self.model.parameters() if p.requires_grad)
             self.allocated = torch.cuda.max_memory_allocated(self.device)
-            self.most = self.allocated - torch.cuda.memory_allocated(self.device) - gradients
+            self.most = self.allocated - torch.cuda.memory_allocated(self.device)
 
 
 def usable(device: str) -> torch.device:

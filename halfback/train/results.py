@@ -78,6 +78,11 @@ def spread(values: Sequence[float | None]) -> Result:
     return {"mean": mean, "deviation": deviation, "interval": [mean - half, mean + half]}
 
 
+def typical(measure: str, values: Sequence[float | None]) -> float | None:
+    """One figure of an arm: the mean of its seeds. Of peaks the least: what some have above it is what cuDNN tried."""
+    return min(known) if measure == "peak" and (known := [v for v in values if v is not None]) else spread(values)["mean"]
+
+
 def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Result:
     """Differences over the seeds that both have; None where one seed cannot tell.
 
@@ -179,6 +184,7 @@ def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], t
         "seeds": list(runs),
         "wanted": list(arm.seeds or recipe.seeds),
         "values": values,
+        "typical": {m: typical(m, values[m]) for m in RATIOS},
         **{k: {m: spreads[m][k] for m in MEASURES} for k in ("mean", "deviation", "interval")},
         "alone": own and bool(runs) and all(r["side_by_side"] == 1 for r in runs.values()),
         "time": times.get(arm.name),
@@ -198,7 +204,7 @@ def _against(
     alone = all(r["side_by_side"] == 1 for r in used)
     ratio: dict[str, float | None] = dict.fromkeys(RATIOS)
     for m in RATIOS:
-        mine, its = (spread([runs[s][m] for s in seeds])["mean"] for runs in (ours, theirs))
+        mine, its = (typical(m, [runs[s][m] for s in seeds]) for runs in (ours, theirs))
         if own and mine is not None and its and same and (alone or m != "step_ms"):
             ratio[m] = mine / its
     for m in ("step_ms",) if own else RATIOS:
@@ -271,7 +277,7 @@ def _size(arm: Result, results: Result, measure: str) -> str:
     if arm["against"] is not None:
         ratio = arm["against"]["ratio"][measure]
         return "" if ratio is None else f"{ratio:.2f}" + ("" if arm["against"]["arm"] == results["against"] else " †")
-    mean = arm["mean"][measure]
+    mean = arm["typical"][measure]
     if measure == "step_ms":
         step = arm["time"]["step_ms"] if arm.get("time") else mean if arm["alone"] else None
         return "" if step is None else f"{step:.1f} ms"

@@ -24,10 +24,11 @@ edited by hand. `halfback reproduce NAME` trains a recipe anew.
 
 Figures are means ± standard deviation over seeds. For one seed all arms start from the same weights and see the same batches in the same
 order, so a difference is taken seed by seed; in brackets is its 95 % interval by Student's t, and a \\* marks one without
-zero. Held is what is alive for the backward pass when the forward ends, peak the most that is alive; both, and the time of a step, are
-ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings that ran side by
-side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is given. An arm
-that adds to another what is exact alone has that arm's gradients, and so its accuracy: it is timed, and not trained.
+zero. Held is what is alive for the backward pass when the forward ends, peak the most that a GPU has allocated in a step above weights and
+optimizer state, of an arm's seeds the least; gradients go after each step, and are in the peak as far as they are there then. Both, and
+the time of a step, are ratios, but for the arm that the others are compared with; a † is to the arm that the difference names. Trainings
+that ran side by side say nothing of time: their steps are timed apart, one arm at a time (`halfback reproduce NAME --time`), or no time is
+given. An arm that adds to another what is exact alone has that arm's gradients, and so its accuracy: it is timed, and not trained.
 """
 
 
