@@ -523,6 +523,11 @@ def convolution(name, func, args, kwargs):
     if not on_grid or at is None or at.grid != spatial:
         note(x.site.owner, x.site.block, "merged", name)
         return whole
+    if x.site.attention == "skip":
+        raise ValueError(
+            f"{x.site.block}: SkipTokens leaves positions out, and a convolution needs its neighbours, so nothing would be left out here. "
+            "Use SBP, or leave such blocks out of layers=."
+        )
     note(x.site.owner, x.site.block, "dense", name)
     depthwise = groups == whole.shape[1] == x.shape[1] and at is x.at and solid and all([k % 2 for k in kernel])
     if not depthwise or role == WHOLE or x.weight == 1:

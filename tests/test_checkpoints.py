@@ -7,16 +7,19 @@ import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from trainings import NOISY, assert_same, content, cut, options_of, pictures, quiet, rows_of, run, settings
+from PIL import Image
+from trainings import NOISY, assert_same, content, cut, options_of, pictures, quiet, rows_of, run, settings, training
 
 import halfback as hb
 from halfback.cli import main
-from halfback.train import checkpoint
+from halfback.train import checkpoint, sets
 from halfback.train.loop import Training
+from halfback.train.sets import order
 from halfback.train.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 OPERATIONS = """
 import json, os, sys, torch
 from pathlib import Path
-from halfback.train import checkpoint
+from halfback.train import checkpoint, sets
 
 out, found = Path(sys.argv[1]), []
 whole = {"w": torch.arange(6.0), "tied": torch.zeros(2)}
@@ -342,3 +345,26 @@ def test_tests_between_epochs_change_nothing_and_the_last_epoch_is_tested(tmp_pa
     result = json.loads((tmp_path / "seldom" / "result.json").read_text())
     assert result["top1"] == every[4]["top1"] and result["best_top1"] == max(every[2]["top1"], every[4]["top1"])
     assert result["curves"]["top1"] == [None, None, every[2]["top1"], None, every[4]["top1"]]
+
+
+def test_an_image_that_cannot_be_read_costs_no_step(tmp_path, monkeypatch):
+    """What was trained since the last checkpoint is saved before it is told; with the image back, the training is as it would have been."""
+    draw = np.random.default_rng(0)
+    monkeypatch.setattr(sets, "ESTIMATED", 1)  # files are read as their turn comes
+    for part, n in (("train", 64), ("val", 8)):
+        for i in range(n):
+            (tmp_path / "data" / part / f"c{i % 2}").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 255, (8, 8, 3), np.uint8)).save(tmp_path / "data" / part / f"c{i % 2}" / f"{i}.png")
+    (tmp_path / "nets.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2))\n")
+    s = Settings(model=f"{tmp_path}/nets.py:net", data="folder", root=str(tmp_path / "data"), size=8, epochs=2, batch=2, save_every=1000)
+    quiet(s, tmp_path / "whole")
+    paths = training(s, tmp_path / "whole").data.train.paths
+    bad = Path(paths[order(64, s.seed, 0)[-1]])  # of the first epoch's last batch
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cannot be read as an image"):
+        quiet(s, tmp_path / "cut")
+    assert int(checkpoint.latest(tmp_path / "cut" / "checkpoints").name) == 31
+    bad.write_bytes(whole)
+    quiet(s, tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "cut", tmp_path / "whole")

@@ -396,15 +396,33 @@ def test_images_of_any_mode_become_rgb(tmp_path, mode):
         assert found.shape == (8, 8, 3) and found.dtype == np.uint8 and found.min() >= 250
 
 
-def test_a_broken_image_is_named_when_it_is_read(tmp_path, monkeypatch):
+def test_images_of_sixteen_bits_keep_their_greys(tmp_path):
+    """They became all white."""
+    path = str(tmp_path / "a.png")
+    Image.fromarray(np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)).save(path)
+    found = read_image(path, 64, None)
+    assert found[:4].mean() < 40 and found[-4:].mean() > 215 and 120 < found.mean() < 135
+    Image.fromarray(np.zeros((8, 8), np.float32)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"a.tif' cannot be read as an image: its pixels are floats, whose range is not known"):
+        read_image(str(tmp_path / "a.tif"), 8, None)
+
+
+BROKEN = r"0.JPEG' cannot be read as an image: .* Replace the file; or remove it, if no training with this data has begun"
+
+
+def test_a_broken_image_is_named(tmp_path, monkeypatch):
+    """Of the part that is tested on, before an epoch is trained; if its header is whole, when it is read."""
     root = folder(tmp_path)
     whole = (root / "train" / "a_dog" / "0.JPEG").read_bytes()
     monkeypatch.setattr(sets, "ESTIMATED", 1)
-    for content in (whole[: len(whole) // 2], b"no image", b""):
+    for content in (b"no image", b""):
         (root / "val" / "c_owl" / "0.JPEG").write_bytes(content)
-        found = load_set("folder", root=root, size=8)
-        with pytest.raises(ValueError, match=r"0.JPEG' cannot be read as an image: .* Replace the file, or remove it"):
-            list(batches(found.test, torch.arange(6), 2, epoch=0))
+        with pytest.raises(ValueError, match=BROKEN):
+            load_set("folder", root=root, size=8)
+    (root / "val" / "c_owl" / "0.JPEG").write_bytes(whole[: len(whole) // 2])
+    found = load_set("folder", root=root, size=8)
+    with pytest.raises(ValueError, match=BROKEN):
+        list(batches(found.test, torch.arange(6), 2, epoch=0))
 
 
 def test_folders_that_do_not_fit_are_named(tmp_path):

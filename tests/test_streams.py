@@ -909,6 +909,14 @@ def test_skip_tokens_says_where_it_cannot_go():
         zoo.call(model, batch)
 
 
+def test_skiptokens_on_a_convolution_is_told():
+    """It left nothing out there, and its report said that it did."""
+    model, batch = zoo.make("convnext", depths=(1, 1, 2, 1))
+    hb.apply_(model, hb.SkipTokens(0.5))
+    with pytest.raises(ValueError, match=r"SkipTokens leaves positions out, and a convolution needs its neighbours.* Use SBP, or"):
+        zoo.call(model, batch)
+
+
 def test_sizes_of_a_view_may_be_tensors_of_no_dimensions():
     """As Longformer's are; they are not changed."""
 

@@ -79,6 +79,10 @@ WRONG = {
     "warmup": (["--warmup", "3", "--epochs", "2"], "warmup 3 is longer than the training of 2 epochs"),
     "milestones": (["--schedule", "step", "--milestones", "30", "60"], "milestones 30, 60 must be shares of the training, in [0, 1]"),
     "nan": (["--warmup", "nan"], "warmup nan must be a finite number"),
+    "all dropped": (["--drop-path", "1"], "drop_path 1.0 must be in [0, 1)"),
+    "all momentum": (["--optimizer", "sgd", "--momentum", "1"], "momentum 1.0 must be in [0, 1)"),
+    "rising": (["--schedule", "step", "--fall", "3"], "fall 3.0 must be in (0, 1], as 0.2"),
+    "labels": (["--data", "tokens", "--root", "TOKENS", "--model", "hf:gpt2", "--batch", "2"], "and tokens has labels of whole"),
     "lr": (["--lr", "-1"], "lr -1.0 must be above 0"),
     "settings": (["--settings", "TMP/none.json"], "there is no such file"),
     "tensorboard": (["--tensorboard"], "a training needs tensorboard, which is not there: pip install tensorboard"),
@@ -94,6 +98,10 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, tmp_path, few, capsys, m
         places["VIDEO"] = tmp_path
         for part in ("train", "test"):
             np.savez(tmp_path / f"{part}.npz", clips=np.zeros((4, 2, 8, 8, 3), np.uint8), labels=np.arange(4) % 2)
+    if name == "labels":
+        places["TOKENS"] = tmp_path
+        for part in ("train", "test"):
+            np.savez(tmp_path / f"{part}.npz", tokens=np.ones((4, 8), np.int64), labels=np.arange(4) % 2)
     if name in ("cut", "label"):
         cifar(tmp_path / name, **{"cut": {"cut": 5}, "label": {"label": 200}}[name])
     if name == "tensorboard":

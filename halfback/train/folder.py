@@ -7,10 +7,13 @@ centre               the shorter side resized to 256 / 224 of the crop's, and th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,23 +64,51 @@ def check_pillow() -> None:
         raise ValueError(f"data 'folder' is read with Pillow: {install('pillow')}.") from e
 
 
-def read_image(path: str, size: int, draw: random.Random | None) -> np.ndarray:
-    """uint8 (size, size, 3): a random crop, or, without a draw, the centre."""
+@contextlib.contextmanager
+def _image(path: str) -> Iterator[Any]:
     from PIL import Image
 
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
+            yield file
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise ValueError(f"data '{path}' cannot be read as an image: {e}. Replace the file, or remove it.") from e
-    box = random_box(*image.size, draw) if draw else None
+        raise ValueError(
+            f"data '{path}' cannot be read as an image: {e}. Replace the file; or remove it, if no training with this data has begun."
+        ) from e
+
+
+def read_image(path: str, size: int, draw: random.Random | None) -> np.ndarray:
+    """uint8 (size, size, 3): a random crop, or, without a draw, the centre."""
+    from PIL import Image
+
+    with _image(path) as file:
+        image = _in_bytes(file).convert("RGB")
+    width, height = image.size
+    box = random_box(width, height, draw) if draw else None
     if box:
         return np.asarray(image.crop(box).resize((size, size), Image.Resampling.BILINEAR))
-    width, height = image.size
     short, shortest = min(width, height), max(size, round(size * RESIZED))
     image = image.resize((int(shortest * width / short), int(shortest * height / short)), Image.Resampling.BILINEAR)
     left, top = round((image.width - size) / 2), round((image.height - size) / 2)
     return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _in_bytes(image: Any) -> Any:
+    """With a byte a channel: of 16 bits the upper eight, which convert() would cut off at 255."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("its pixels are floats, whose range is not known")
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
+
+
+def check_headers(paths: Iterable[str]) -> None:
+    """Before anything is trained: is each file an image? What is behind its header is read when its turn comes."""
+    for path in paths:
+        with _image(path):
+            pass
 
 
 def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,11 @@ class Training:
 
     def _model(self) -> nn.Module:
         s = self.settings
+        if s.model.startswith("hf:") and self.data.kind == "text" and self.data.train.labels is not None:
+            raise ValueError(
+                f"model {s.model!r} would learn the next token, and {s.data} has labels of whole texts. Give a file.py:factory that "
+                "returns scores of classes."
+            )
         torch.manual_seed(s.seed)
         model = load_for(s.model, self.data.kind, self.data.shape, self.data.classes, s.drop_path).to(self.device)
         if s.channels_last:
@@ -417,7 +422,8 @@ class Training:
         s = self.settings
         indices = self.world.share(order(len(self.data.train), s.seed, epoch)[: self.per_epoch * s.batch], s.batch)
         began = time.perf_counter()
-        for done, (x, y) in enumerate(batches(self.data.train, indices, s.batch // self.world.size, epoch=epoch, first=first), 1):
+        coming = batches(self.data.train, indices, s.batch // self.world.size, epoch=epoch, first=first)
+        for done, (x, y) in enumerate(self._coming(coming), 1):
             self.train_step(x, y)
             bar.update(1)
             ends = self.step % self.per_epoch == 0
@@ -429,6 +435,16 @@ class Training:
                 self.save()
             if not ends and self.world.any(stop.asked):
                 self._stop(stop)
+
+    def _coming(self, found: Iterator[Any]) -> Iterator[Any]:
+        """Batches as they are read. Where one cannot be, the steps since the last checkpoint are not lost."""
+        begun = self.step
+        try:
+            yield from found
+        except ValueError:
+            if self.world.size == 1 and self.step > begun:
+                self.save()
+            raise
 
     def _finish_epoch(self, epoch: int, first: int, spent: float, recorder: Recorder) -> None:
         """Test, and note it. A checkpoint comes after that: what is noted beyond the last one is dropped when training goes on."""
@@ -529,7 +545,8 @@ def train(settings: Settings, folder: Path, *, resume: bool = False, say: Callab
             if full:  # here, and not where the error holds on to all that filled the memory
                 raise MemoryError(what_fits(training))
         result = recorder.finish(training.result(recorder))
-    say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{', best.safetensors' * settings.best}")
+    best = ", best.safetensors" if (folder / "best.safetensors").exists() else ""
+    say(f"\n{_told(result)}\nWritten: {folder}/result.json, summary.csv, curves.png, report.html{best}")
     return result
 
 

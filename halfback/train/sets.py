@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ..data import KEYS, check_channels, digits
-from .folder import check_pillow, class_names, list_files, read_image
+from .folder import check_headers, check_pillow, class_names, list_files, read_image
 
 VARIABLE = "HALFBACK_DATA"
 PIXELS = (3, 32, 32)  # of CIFAR
@@ -485,6 +485,7 @@ def _folder(root: Path, size: int, seed: int) -> _Read:
         for kind in ("train", "val")
         for paths, labels in [list_files(root / kind, names, notes)]
     )
+    check_headers(test.paths)  # before an epoch is trained that they would end; of the training part each is read when its turn comes
     return _Read("images", train, test, len(names), tuple(notes))
 
 
