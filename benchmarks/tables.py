@@ -16,7 +16,7 @@ from pathlib import Path
 from halfback.bench.fits import MEASURE
 from halfback.bench.promises import kept
 from halfback.bench.results import AGAIN, ASKED, in_full, note_of, read
-from halfback.train.results_page import claims, headline
+from halfback.train.results_page import claims, headline, results_in
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -180,9 +180,7 @@ def digits_table() -> str:
 
 def claims_table() -> str:
     """What trainings on real data showed of accuracy: what the recipes are for."""
-    paths = (ROOT / "experiments").glob("*/results.json")
-    found = sorted((json.loads(path.read_text()) for path in paths), key=lambda r: (r["order"], r["name"]))
-    return claims(found)
+    return claims([r for _, r in results_in(ROOT / "experiments")])
 
 
 def headline_text() -> str:

@@ -44,13 +44,16 @@ def _matrices(module: nn.Module) -> int:
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, LISTS) or not any(True for _ in module.children()):
         return False
-    return _matrices(module) > 0 and any(_is_norm(m) for m in module.modules())
+    return _matrices(module) > 0 and any(_is_norm(name, m) for name, m in module.named_modules())
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Vectors are all that it has, and its own; an activation may be part of it."""
-    own = list(module.parameters(recurse=False))
-    return bool(own) and all(p.ndim == 1 for p in module.parameters())
+def _is_norm(name: str, module: nn.Module) -> bool:
+    """Vectors are all that it has, and its own; an activation may be part of it. One without weights (of OLMo, of diffusion transformers)
+    has nothing to be known by but its name."""
+    if not any(True for _ in module.parameters()):
+        leaf = not any(True for _ in module.children())
+        return leaf and "norm" in name.rpartition(".")[2].lower() and not isinstance(module, nn.Identity)
+    return any(True for _ in module.parameters(recurse=False)) and all(p.ndim == 1 for p in module.parameters())
 
 
 def stages(blocks: Sequence[Named]) -> list[list[str]]:

@@ -158,6 +158,23 @@ def test_the_papers_layers_of_convnext(name, depths, third):
     assert hb.apply_(model, hb.SBP(layers="paper")).blocks == blocks[: 6 + third]
 
 
+@pytest.mark.parametrize(
+    ("norm", "found"), [(lambda: nn.LayerNorm(8, elementwise_affine=False), 3), (lambda: nn.LayerNorm(8), 3), (nn.Identity, 0)]
+)
+def test_a_norm_without_weights_is_known_by_its_name(norm, found):
+    """As diffusion transformers have them: their scale and shift are computed."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.linear = norm(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.linear(self.norm1(x))
+
+    assert len(find_blocks(nn.Sequential(Layer(), Layer(), Layer()))) == found
+
+
 @pytest.mark.parametrize("method", ["lean", "dropit(keep=0.2, exact_first=False)", "recompute", "sbp+lean+recompute"])
 def test_removal_reaches_a_forward_that_others_wrapped(method):
     model, batch = zoo.make("vit", layers=2)

@@ -42,6 +42,11 @@ def qwen3():
     return of_transformers("Qwen3", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12)
 
 
+def olmo():
+    """Its norms have no weights."""
+    return of_transformers("Olmo", "CausalLM", **TEXT, eos_token_id=None)
+
+
 def gemma3():
     return of_transformers("Gemma3", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12, sliding_window=8)
 
@@ -200,7 +205,7 @@ def einops_cct():
     return CCT(**sizes, attention_dropout=0.0, stochastic_depth_rate=0.0), (zoo.images(32),)
 
 
-TRANSFORMERS = [vit_mae, qwen3, gemma3, mamba, t5, wav2vec2, swin, convnext_v2, segformer]
+TRANSFORMERS = [vit_mae, qwen3, olmo, gemma3, mamba, t5, wav2vec2, swin, convnext_v2, segformer]
 TIMM = [pit, crossvit, eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
 TORCHVISION = [tv_swin, tv_swin_v2, tv_swin_3d, resnet, efficientnet]
 EINOPS = [einops_vit, einops_cct]

@@ -46,14 +46,18 @@ def page(experiments: Path | None = None, page: Path | None = None) -> Path:
 def page_text(experiments: Path | None = None, page: Path | None = None) -> str:
     """The page from every results.json, by `order` and then name, and from headline.json."""
     experiments, page = experiments or EXPERIMENTS, page or PAGE
-    found = [(p, json.loads(p.read_text(encoding="utf-8"))) for p in sorted(experiments.glob("*/results.json"))]
+    found = results_in(experiments)
     if not found:
         raise ValueError(f"There is no results.json in {experiments}/*/: halfback reproduce NAME makes one.")
-    found.sort(key=lambda f: (f[1]["order"], f[1]["name"]))
     short = [told for told in (claims([r for _, r in found]), headline(experiments)) if told]
     parts = [INTRODUCTION, *(["\n\n".join(["## In short", *short]) + "\n"] if short else [])]
     parts += [_section(r, os.path.relpath(p.with_name(FIGURE), page.parent)) for p, r in found]
     return "\n".join(parts)
+
+
+def results_in(experiments: Path) -> list[tuple[Path, Result]]:
+    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in experiments.glob("*/results.json")]
+    return sorted(found, key=lambda f: (f[1]["order"], f[1]["name"]))
 
 
 # What is claimed
