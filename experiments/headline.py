@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halfback.bench.results import read
+from halfback.bench.results import note_of, read
 from halfback.train.record import write_json
 from halfback.train.results import with_interval
 
@@ -53,24 +53,26 @@ def text(best: dict[str, Any], found: list[dict[str, Any]], peers: list[dict[str
         f"{lost} points, a peak of at most {peak} and a time of at most {time}. `{best['method']}` reaches "
         f"{'all three' if len(reached) == len(ASKED) else ' and '.join(reached) or 'none'}:",
         "",
-        "| | difference in points | peak | time |",
-        "| --- | ---: | ---: | ---: |",
+        "| | difference in points | peak | time | |",
+        "| --- | ---: | ---: | ---: | --- |",
         *(
-            f"| {r['method']} | exact | {r['peak_ratio']:.2f} | {r['time_ratio']:.2f} |"
+            f"| {r['method']} | exact | {r['peak_ratio']:.2f} | {r['time_ratio']:.2f} | {note_of(r)} |"
             for r in sorted(peers, key=lambda r: r["time_ratio"])
         ),
     ]
     for f in sorted((f for f in found if not any(better(other, f) for other in found)), key=lambda f: f["time_ratio"]):
         name = f"**`{f['method']}`**" if f is best else f"`{f['method']}`"
         difference = with_interval({"mean": f["top1_difference"], "interval": f["top1_interval"], "clear": False}, "top1")
-        lines.append(f"| {name} | {difference}, {len(f['seeds'])} seeds | {f['peak_ratio']:.2f} | {f['time_ratio']:.2f} |")
+        lines.append(
+            f"| {name} | {difference}, {len(f['seeds'])} seeds | {f['peak_ratio']:.2f} | {f['time_ratio']:.2f} | {f['measured']['note']} |"
+        )
     m = best["measured"]
     return "\n".join(
         [
             *lines,
             "",
-            "Settings that another one beats in every figure are left out. Top-1 of next tokens, paired by seed, of trainings at batch 16 "
-            f"(`halfback reproduce {RECIPE}`); peak and time of steps at batch "
+            "Settings that another one beats in every figure are left out. Top-1 of next tokens, paired by seed, of trainings at batch "
+            f"{best['accuracy']['batch']} (`halfback reproduce {RECIPE}`); peak and time of steps at batch "
             f"{m['batch']} of {m['size']} tokens, each against plain training of its own run (`halfback bench --model {MODEL}`); "
             f"{m['gpu']}, torch {m['torch']}, {m['date'][:10]}, commit {m['commit'][:10]}. `python experiments/headline.py`.",
         ]
@@ -96,8 +98,12 @@ def figures(results: dict[str, Any], arm: dict[str, Any], row: dict[str, Any]) -
         "trained": arm.get("like") or arm["name"],
         "asked": ASKED,
         "reached": {k: found[k] >= asked if k == "top1_difference" else found[k] <= asked for k, asked in ASKED.items()},
-        "accuracy": {k: results[k] for k in ("name", "about", "devices", "versions", "commits", "dates") if k in results},
-        "measured": {k: row[k] for k in ("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib")},
+        "accuracy": {
+            **{k: results[k] for k in ("name", "about", "devices", "versions", "commits", "dates") if k in results},
+            "batch": results["base"]["batch"],
+        },
+        "measured": {"note": note_of(row)}
+        | {k: row[k] for k in ("gpu", "torch", "commit", "date", "batch", "size", "step_ms", "peak_gib")},
     }
 
 

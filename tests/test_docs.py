@@ -205,23 +205,23 @@ def test_the_headline_is_of_one_setting_and_says_what_is_not_reached():
     arm = {"name": "a", "method": "sbp(keep=0.5)", "group": module.GROUP, "mean": {"top1": 66.0}, "against": {"top1": top1}}
     row = {"part": "step", "model": module.MODEL, "compiled": True, "device": "cuda", "time_ratio": 0.9, "peak_ratio": 0.4}
     row |= dict.fromkeys(("batch", "size", "step_ms", "peak_gib"), 0) | dict.fromkeys(("gpu", "torch", "commit", "date"), "-")
-    row |= {"ours": True, "method": "a row"}
+    row |= {"ours": True, "method": "a row", "note": "", "host_ms": 1}
     others = [{**row, "text": "sbp(keep=0.25)"}, {**row, "text": "sbp(keep=0.5)", "compiled": False}]
     with pytest.raises(ValueError, match="no row of compiled arms"):
-        module.headline({"arms": [arm]}, others)
-    found = module.headline({"arms": [arm]}, [{**row, "text": "sbp(keep=0.5)"}, *others])
+        module.headline({"base": {"batch": 16}, "arms": [arm]}, others)
+    found = module.headline({"base": {"batch": 16}, "arms": [arm]}, [{**row, "text": "sbp(keep=0.5)"}, *others])
     assert found["reached"] == {"top1_difference": True, "peak_ratio": False, "time_ratio": True}
     slower = [{**row, "text": "lean", "time_ratio": 1.5, "peak_ratio": 0.3}, {**row, "text": "sbp", "time_ratio": 1.0, "peak_ratio": 0.35}]
     arms = [arm, {**arm, "group": "eager", "method": "sbp"}, {**arm, "method": "lean"}]
-    best = module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])
+    best = module.headline({"base": {"batch": 16}, "arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])
     assert best["method"] == "sbp(keep=0.5)", "of those that reach two figures it is the fastest; an eager arm is none"
     arms[1]["group"] = module.GROUP
-    assert module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])["method"] == "sbp"
+    assert module.headline({"base": {"batch": 16}, "arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower])["method"] == "sbp"
     peer = {**row, "text": "checkpoint", "method": "checkpointing", "ours": False, "time_ratio": 1.2, "peak_ratio": 0.2}
-    said = module.headline({"arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower, peer])["text"]
+    said = module.headline({"base": {"batch": 16}, "arms": arms}, [{**row, "text": "sbp(keep=0.5)"}, *slower, peer])["text"]
     shown = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")][2:]
     assert "`sbp` reaches all three" in said and shown == ["| checkpointing", "| `sbp(keep=0.5)`", "| **`sbp`**", "| `lean`"]
     beaten = [{**row, "text": "sbp(keep=0.5)", "time_ratio": 1.1}, *slower]
-    assert "`sbp(keep=0.5)`" not in module.headline({"arms": arms}, beaten)["text"]
+    assert "`sbp(keep=0.5)`" not in module.headline({"base": {"batch": 16}, "arms": arms}, beaten)["text"]
     with pytest.raises(ValueError, match="two seeds"):
-        module.headline({"arms": [{**arm, "against": {"top1": {**top1, "seeds": [0]}}}]}, [row])
+        module.headline({"base": {"batch": 16}, "arms": [{**arm, "against": {"top1": {**top1, "seeds": [0]}}}]}, [row])
