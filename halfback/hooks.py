@@ -252,7 +252,8 @@ class Begin(Hook):
     def __call__(self, module, args, kwargs):
         if self.idle(module):
             return None
-        self.state.open, self.state.current, self.state.key = True, None, None
+        self.state.finish()  # what a forward that was cut left, and convolutions that a backward pass ran again
+        self.state.open = True
         self.state.start()  # here, and not in a block that is compiled by itself: computed again in a backward pass, it would draw anew
         return None
 

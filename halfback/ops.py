@@ -323,7 +323,7 @@ def _sizes(args: Sequence) -> list:
 
 def reshaped(s: Streams, shape: Sequence[int], func: Callable) -> Any:
     """A view whose position axes can still be told from the others; else NotImplemented."""
-    shape, part, n = [int(x) for x in shape], s.kept.shape, s.at.n  # an extent may be a tensor of no dimensions
+    shape, part, n = [int(x) if isinstance(x, Tensor) else x for x in shape], s.kept.shape, s.at.n
     before = math.prod(part[: s.axis]) * s.outer
     if -1 in shape:
         known = math.prod([x for x in shape if x != -1])
