@@ -143,6 +143,11 @@ def most(experiment: str, name: str) -> str:
     return f"{_arm(experiment, name)['against']['ratio']['peak']:.2f}"
 
 
+def held(experiment: str, name: str) -> str:
+    """What an arm holds, of the arm that it is compared with."""
+    return f"{_arm(experiment, name)['against']['ratio']['held']:.2f}"
+
+
 def clear(experiment: str, of: str) -> str:
     """How many arms, of those whose name begins so, have an accuracy whose difference is clear of zero."""
     found = [arm["against"]["top1"]["clear"] for arm in _experiment(experiment)["arms"] if arm["name"].startswith(of)]
@@ -334,7 +339,7 @@ def examples() -> str:
 
 
 MADE = (time, memory, host, compiling, kernel, measured, peak)
-MADE += (loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most)
+MADE += (loss, top1, interval, clear, runs, not_run, digits, error, least, apart, step, most, held)
 MADE += (streamed, ledger, again, models, options, reference, callbacks, commands, examples)
 MAKERS: dict[str, Callable[..., str]] = {**tables.TABLES, **{f.__name__: f for f in MADE}}
 
