@@ -183,12 +183,20 @@ class State:
                     f"are {math.prod(m.grid) + (m.always or 0)}."
                 )
             return always, m.grid
-        leading = {n - math.prod(grid): grid for grid in reversed(self.grids)}
+        leading = {n - math.prod(grid): grid for known in reversed(self.grids) for grid in reversed(_pooled(known))}
         fitting = [number for number in leading if 0 <= number <= MOST_LEADING_TOKENS and m.always in (None, number)]
         if fitting:
             return min(fitting), leading[min(fitting)]
         always = min(n - 1, 1 if m.always is None else m.always)  # the first may be a class token; if not, one position more is kept
         return always, (n - always,)
+
+
+def _pooled(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A grid of a map, and what halving it makes of it, as merging of patches does without a convolution."""
+    found = [grid]
+    while all([size > 1 and size % 2 == 0 for size in found[-1][-2:]]):
+        found.append((*found[-1][:-2], *[size // 2 for size in found[-1][-2:]]))
+    return found
 
 
 def _divides(grid: tuple[int, ...], factors: list[tuple[int, ...]]) -> bool:
