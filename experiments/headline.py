@@ -71,6 +71,7 @@ def text(best: dict[str, Any], found: list[dict[str, Any]], peers: list[dict[str
         [
             *lines,
             "",
+            "Each time is of one run, and the best of those measured is shown in bold; a row that waits for the CPU moves with it. "
             "Settings that another one beats in every figure are left out. Top-1 of next tokens, paired by seed, of trainings at batch "
             f"{best['accuracy']['batch']} (`halfback reproduce {RECIPE}`); peak and time of steps at batch "
             f"{m['batch']} of {m['size']} tokens, each against plain training of its own run (`halfback bench --model {MODEL}`); "
