@@ -9,10 +9,13 @@ import contextlib
 import copy
 import itertools
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import zoo
@@ -23,6 +26,8 @@ from halfback import attention, heads
 from halfback.attention import _chosen, kept_attention, row_attention
 from halfback.positions import Positions, draw
 from halfback.stores import Channels, Elements, Layout, Rows
+from halfback.train import Settings, checkpoint
+from halfback.train.loop import train
 
 KERNELS = ("flash", "cudnn")
 MODES = ("query", "qkv", "heads")
@@ -304,6 +309,36 @@ def as_graphed(name: str, text: str, steps: int = 6) -> float:
     return max(apart)
 
 
+TRAINED = (
+    {"method": "sbp(keep=0.5)", "drop_path": 0.2, "randaugment": 2, "mixup": 0.8, "cutmix": 1.0},
+    {"method": "dropit(keep=0.2, exact_first=False)", "model": "resnet18", "optimizer": "sgd", "channels_last": True, "accumulate": 2},
+)
+
+
+def check_trainings() -> None:
+    """A training by CUDA graphs comes to the weights and the peak that it comes to without: what it draws is drawn anew in each step."""
+    for changed in TRAINED:
+        with tempfile.TemporaryDirectory(prefix="halfback-cuda-") as folder:
+            one, two = (trained(Path(folder) / str(graphs), graphs=graphs, **changed) for graphs in (False, True))
+        scale = max(t.abs().max() for t in one[0].values())
+        found = max((two[0][k] - t).abs().max() for k, t in one[0].items()) / scale
+        print(f"{changed['method']:38} trained by CUDA graphs {found:.1e}, peaks {one[1]} and {two[1]}", flush=True)
+        assert found < 1e-3 and abs(two[1] / one[1] - 1) < 0.05
+
+
+def trained(folder: Path, **changed) -> tuple[dict[str, torch.Tensor], int]:
+    """Weights after some steps on noise, and the peak."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    parts = {"train": 320, "test": 32}
+    pictures = {f"x_{k}": draw.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8) for k, n in parts.items()}
+    np.savez(folder / "noise.npz", **pictures, **{f"y_{k}": draw.integers(0, 10, n) for k, n in parts.items()})
+    given = {"model": "vit-s4", "data": str(folder / "noise.npz"), "batch": 32, "epochs": 2, "device": "cuda", "compile": True, "lr": 1e-4}
+    result = train(Settings(**{**given, **changed}), folder / "out", say=lambda text: None)
+    tensors = checkpoint.load(checkpoint.latest(folder / "out" / "checkpoints"))[0]
+    return {k: t.double() for k, t in tensors.items() if t.is_floating_point()}, result["peak"]
+
+
 def as_compiled(name: str, text: str) -> float:
     """A compiled graph's gradients against the same graph run as it is, node by node."""
     model, batch = made(name)
@@ -426,6 +461,7 @@ PARTS = {
     "norms": batch_norms,
     "compiled": check_compiled,
     "graphs": check_graphs,
+    "trainings": check_trainings,
 }
 
 

@@ -252,6 +252,17 @@ def test_what_is_done_is_not_trained_again(here):
     assert "root /data cpu" in log(here, "exact_s1") and names(here / "experiments/claim/runs") == ALL
 
 
+def test_graphs_are_for_what_is_compiled_and_make_no_other_run_of_it(here):
+    write_recipe(here, **{'{"lr": 0.3}': '{"lr": 0.3, "compile": True, "device": "cuda"}'})
+    with pytest.raises(ValueError, match=r"--graphs is for runs that are compiled, and none of .*recipe.py is"):
+        reproduce("claim", only="exact_s*", graphs=True)
+    assert reproduce("claim", graphs=True) == 0
+    runs = {p.stem: json.loads(p.read_text())["settings"]["graphs"] for p in (here / "experiments/claim/runs").glob("*.json")}
+    assert {id for id, graphs in runs.items() if graphs} == {"rate-0.3_s0", "rate-0.3_s1"} and len(runs) == 6
+    said = []
+    assert reproduce("claim", say=said.append) == 0 and "6 runs, 6 done" in said[0]
+
+
 def test_only_takes_globs_of_ids(here):
     ran(only="rate-0.3_s*, exact_s1")
     assert names(here / "experiments/claim/runs") == ["exact_s1", "rate-0.3_s0", "rate-0.3_s1"]

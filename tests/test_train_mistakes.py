@@ -57,6 +57,8 @@ WRONG = {
     "drop path, timm": (["--drop-path", "0.1", "--model", "timm:vgg11"], "model 'timm:vgg11' takes no drop path"),
     "device": (["--device", "nowhere"], "device 'nowhere' cannot be used"),
     "meta": (["--device", "meta"], "its tensors have no contents"),
+    "graphs": (["--graphs"], "graphs launches kernels as CUDA graphs, and needs what the compiler makes; give compile too."),
+    "graphs, cpu": (["--graphs", "--compile"], "graphs launches kernels as CUDA graphs, and needs device cuda; here it is cpu."),
     "fp16": (["--dtype", "fp16"], "dtype fp16 needs a GPU; give bf16 or fp32"),
     "dtype": (["--dtype", "fp8"], "dtype 'fp8' is none of fp32, bf16, fp16"),
     "both": (["--budget", "0.5", "--method", "lean"], "budget 0.5 chooses the methods itself"),

@@ -47,6 +47,7 @@ from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
 TOP = 5
+GRAPHS = {"triton.cudagraphs": True}  # torch.compile's option
 STATE: dict[str, tuple[type, ...]] = {  # of a checkpoint: what each is
     "step": (int,),
     "settings": (dict,),
@@ -74,6 +75,8 @@ class Training:
         if over or not self.micro:
             parts = f"{self.world.size} processes" + (f" in {settings.accumulate} parts" if settings.accumulate > 1 else "")
             raise Shared(f"batch {settings.batch} cannot be shared evenly by {parts}.")
+        if settings.graphs and self.world.size > 1:
+            raise Shared(f"graphs is for one process, and here are {self.world.size}. Leave it out.")
         self.data = self._data()
         self.per_epoch = len(self.data.train) // settings.batch
         if not self.per_epoch:
@@ -106,7 +109,8 @@ class Training:
         self.last: dict[str, Any] = {}
         if settings.compile:
             recomputes = settings.exact_tail or any(isinstance(m, Recompute) for m in self.methods)
-            self.run = compile_(self.model, options=dict(OPTIONS) if recomputes else None)
+            options = {**(OPTIONS if recomputes else {}), **(GRAPHS if settings.graphs else {})}
+            self.run = compile_(self.model, options=options or None)
         if self.world.size > 1 and not self.sharded:
             self.run = DistributedDataParallel(self.run)
 
@@ -233,6 +237,8 @@ class Training:
     def train_step(self, x: Tensor, y: Any) -> None:
         s = self.settings
         self.seeded()
+        if s.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step's graphs made, nobody needs any more
         for group in self.optimizer.param_groups:
             group["lr"] = rate(s, self.step, self.per_epoch)
         x, y = self.prepared(x, y, augmented=True)

@@ -90,6 +90,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "dtype": f"{', '.join(DTYPES)}: of activations; weights are fp32",
         "parallel": "with torchrun. ddp: each process has all weights; fsdp: a part of each, and of the optimizer's state",
         "compile": "with torch.compile",
+        "graphs": "with --compile on a GPU: launch kernels as CUDA graphs, for small models, where the GPU would wait for the CPU",
         "channels_last": "images and clips, and the weights of convolutions, with their channels last in memory",
     },
     "what is kept": {

@@ -267,6 +267,7 @@ def reproduce(
     again: bool = False,
     keep: bool = False,
     timed: bool = False,
+    graphs: bool = False,
     say: Say = print,
 ) -> int:
     """Train what is missing, and collect. 0: all of it is there; 1: something failed; 75: time was over, and the next call goes on.
@@ -286,7 +287,9 @@ def reproduce(
     recipe, folders = load(path), runs_folders(path, into)
     chosen = recipe.timed() if timed else _chosen(recipe, only)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
-    chosen = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, **given)) for r in chosen]
+    if graphs and not any(r.settings.compile for r in chosen):
+        raise ValueError(f"reproduce: --graphs is for runs that are compiled, and none of {path} is. Leave it out.")
+    chosen = [_with(r, **given, graphs=graphs and r.settings.compile) for r in chosen]
     if timed:
         return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
     there = finished(recipe, folders, again=[r.id for r in chosen] if again else ())
@@ -334,6 +337,10 @@ def _time(path: Path, chosen: Sequence[Run], folder: Path, into: Path | None, at
     return int(len(found) < len(arms))
 
 
+def _with(run: Run, **given: Any) -> Run:
+    return dataclasses.replace(run, settings=dataclasses.replace(run.settings, **given))
+
+
 def _chosen(recipe: Recipe, only: str | None) -> list[Run]:
     """The runs whose id matches one of the globs in `only`, which commas separate; ids have none."""
     runs = recipe.runs()
@@ -370,6 +377,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     add("--again", action="store_true", help="delete runs whose settings are not the recipe's any more, and train them anew")
     add("--time", action="store_true", help="train nothing: time a few steps of each arm, one at a time on the device")
     add("--keep", action="store_true", help="keep checkpoints of runs that are done")
+    add("--graphs", action="store_true", help="launch what is compiled as CUDA graphs: faster where the GPU waits for the CPU")
 
 
 def main(args: argparse.Namespace, say: Say = print) -> int:
@@ -389,6 +397,7 @@ def main(args: argparse.Namespace, say: Say = print) -> int:
             again=args.again,
             keep=args.keep,
             timed=args.time,
+            graphs=args.graphs,
             say=say,
         )
     if args.list:

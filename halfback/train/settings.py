@@ -30,6 +30,7 @@ PATHS = (
     "root",
     "device",
     "parallel",
+    "graphs",
     "save_every",
     "test_every",
     "keep_last",
@@ -137,6 +138,7 @@ class Settings:
     dtype: str = "fp32"
     parallel: str = "ddp"  # on several processes: each has all weights, or with "fsdp" a part of each
     compile: bool = False
+    graphs: bool = False  # launch what the compiler made as CUDA graphs
     channels_last: bool = False
 
     # what is kept
@@ -199,7 +201,9 @@ class Settings:
             raise ValueError("dtype fp16 needs a GPU; give bf16 or fp32.")
         if self.compile and self.monitor:
             raise ValueError("monitor compares gradients in eager mode; leave compile out, or the monitor.")
-
+        if self.graphs and not (self.compile and self.device.startswith("cuda")):
+            lacks = f"device cuda; here it is {self.device}" if self.compile else "what the compiler makes; give compile too"
+            raise ValueError(f"graphs launches kernels as CUDA graphs, and needs {lacks}.")
         for name, done in WHOLE.items() if self.parallel == "fsdp" else ():
             if getattr(self, name):
                 raise ValueError(f"parallel fsdp shares weights out, and with {name} they are {done} whole; leave {name} out, or give ddp.")
