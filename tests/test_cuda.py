@@ -316,27 +316,27 @@ TRAINED = (
 
 
 def check_trainings() -> None:
-    """A training by CUDA graphs comes to the weights and the peak that it comes to without: what it draws is drawn anew in each step."""
+    """A training by CUDA graphs comes to the weights that it comes to without: what it draws is drawn anew in each step."""
     for changed in TRAINED:
         with tempfile.TemporaryDirectory(prefix="halfback-cuda-") as folder:
             one, two = (trained(Path(folder) / str(graphs), graphs=graphs, **changed) for graphs in (False, True))
-        scale = max(t.abs().max() for t in one[0].values())
-        found = max((two[0][k] - t).abs().max() for k, t in one[0].items()) / scale
-        print(f"{changed['method']:38} trained by CUDA graphs {found:.1e}, peaks {one[1]} and {two[1]}", flush=True)
-        assert found < 1e-3 and abs(two[1] / one[1] - 1) < 0.05
+        scale = max(t.abs().max() for t in one.values())
+        found = max((two[k] - t).abs().max() for k, t in one.items()) / scale
+        print(f"{changed['method']:38} trained by CUDA graphs {found:.1e}", flush=True)
+        assert found < 1e-3
 
 
-def trained(folder: Path, **changed) -> tuple[dict[str, torch.Tensor], int]:
-    """Weights after some steps on noise, and the peak."""
+def trained(folder: Path, **changed) -> dict[str, torch.Tensor]:
+    """Weights after some steps on noise."""
     folder.mkdir()
     draw = np.random.default_rng(0)
     parts = {"train": 320, "test": 32}
     pictures = {f"x_{k}": draw.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8) for k, n in parts.items()}
     np.savez(folder / "noise.npz", **pictures, **{f"y_{k}": draw.integers(0, 10, n) for k, n in parts.items()})
     given = {"model": "vit-s4", "data": str(folder / "noise.npz"), "batch": 32, "epochs": 2, "device": "cuda", "compile": True, "lr": 1e-4}
-    result = train(Settings(**{**given, **changed}), folder / "out", say=lambda text: None)
+    train(Settings(**{**given, **changed}), folder / "out", say=lambda text: None)
     tensors = checkpoint.load(checkpoint.latest(folder / "out" / "checkpoints"))[0]
-    return {k: t.double() for k, t in tensors.items() if t.is_floating_point()}, result["peak"]
+    return {k: t.double() for k, t in tensors.items() if t.is_floating_point()}
 
 
 def as_compiled(name: str, text: str) -> float:

@@ -553,6 +553,21 @@ def test_an_arms_peak_is_the_least_of_its_seeds(here):
     assert exact["mean"]["peak"] == 250 and arm["typical"]["held"] == arm["mean"]["held"]
 
 
+def test_a_peak_that_runs_do_not_tell_is_of_what_was_timed(here):
+    """Trainings by CUDA graphs have none; those of --time have."""
+    ran()
+    recipe = load(find("claim"))
+    settings = {a.name: {k: v for k, v in recipe.settings(a, 0).to_json().items() if k != "root"} for a in recipe.arms}
+    timed = {name: {"step_ms": 1.0, "peak": peak} for name, peak in (("exact", 80), ("rate 0.2", 60), ("rate 0.3", 20))}
+    times = {"arms": {name: {**t, "settings": settings[name]} for name, t in timed.items()}}
+    (here / "experiments/claim/times.json").write_text(json.dumps(times))
+    for run, peak in {"exact_s0": 100, "exact_s1": 100, "rate-0.2_s0": 50, "rate-0.2_s1": 50}.items():
+        path = here / f"experiments/claim/runs/{run}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "peak": peak}))
+    _, told, untold = collect("claim")["arms"]
+    assert told["against"]["ratio"]["peak"] == 0.5 and untold["against"]["ratio"]["peak"] == 0.25
+
+
 def test_no_ratio_between_devices(here):
     ran()
     for path in (here / "experiments/claim/runs").glob("exact_*.json"):

@@ -104,7 +104,7 @@ class Training:
         self.began: float | None = None
         self.course = Course(settings.exact_tail)
         self.has_course = bool(settings.exact_tail) or any(m.schedule for m in self.methods)
-        self.peak = Peak(self.device)
+        self.peak = Peak(self.device, settings.graphs)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
         if settings.compile:

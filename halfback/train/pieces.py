@@ -165,10 +165,11 @@ class World:
 
 class Peak:
     """On a GPU, the most that was allocated while training, above what stays there: weights, optimizer and data. Gradients go after each
-    step, so at the peak, where the backward begins, there are none yet, or those of the parts before."""
+    step, so at the peak, where the backward begins, there are none yet, or those of the parts before. CUDA graphs take their memory once,
+    when they are recorded, and copies of their inputs with it: of them nothing is told."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, graphs: bool = False):
+        self.device, self.counts = device, device.type == "cuda" and not graphs
         self.most: int | None = None
         self.allocated: int | None = None  # with all that stays
 
@@ -177,11 +178,11 @@ class Peak:
 
     def anew(self) -> None:
         """Forget what was: the first step of a process needs more, while cuDNN tries its algorithms."""
-        if self.device.type == "cuda":
+        if self.counts:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def __exit__(self, *exc: Any) -> None:
-        if self.device.type == "cuda" and not any(exc):
+        if self.counts and not any(exc):
             self.allocated = torch.cuda.max_memory_allocated(self.device)
             self.most = self.allocated - torch.cuda.memory_allocated(self.device)
 

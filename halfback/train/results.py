@@ -195,8 +195,8 @@ def _arm(recipe: Recipe, arm: Arm, by_arm: Mapping[str, Mapping[int, Result]], t
 def _against(
     name: str, own: bool, ours: Mapping[int, Result], theirs: Mapping[int, Result], time: Result | None, its_time: Result | None
 ) -> Result:
-    """Ratios are of means over common seeds, on one device; of times those that were timed, or the runs' where all were alone on it. An
-    arm without runs of its own has all of them from what was timed."""
+    """Ratios are of means over common seeds, on one device; of times those that were timed, or the runs' where all were alone on it. What
+    runs do not tell (of an arm without any, all; of CUDA graphs, the peak) comes from what was timed."""
     seeds = [s for s in ours if s in theirs]
     pairs = {m: paired({s: r[m] for s, r in ours.items()}, {s: r[m] for s, r in theirs.items()}) for m in PAIRED}
     used = [runs[s] for runs in (ours, theirs) for s in seeds]
@@ -207,7 +207,7 @@ def _against(
         mine, its = (typical(m, [runs[s][m] for s in seeds]) for runs in (ours, theirs))
         if own and mine is not None and its and same and (alone or m != "step_ms"):
             ratio[m] = mine / its
-    for m in ("step_ms",) if own else RATIOS:
+    for m in (m for m in RATIOS if m == "step_ms" or ratio[m] is None):
         if time and its_time and time.get(m) and its_time.get(m):
             ratio[m] = time[m] / its_time[m]
     return {"arm": name, "seeds": seeds, **pairs, "ratio": ratio}
