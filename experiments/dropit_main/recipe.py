@@ -36,7 +36,13 @@ RECIPE = Recipe(
     against="exact",
     claims=("Parallel Min-K, keep 0.2",),
     curves=("exact", "Parallel Min-K, keep 0.2"),
-    differs=("bf16 autocast, where the paper trains in float32.", "The rate falls to a fifth after 60, 120 and 160 epochs."),
+    differs=(
+        "bf16 autocast, where the paper trains in float32.",
+        "The rate falls to a fifth after 60, 120 and 160 epochs.",
+        "DropIT's trainings were launched as CUDA graphs, which run the same kernels, the first exact ones were not. Steps are timed without "
+        "them: there a network as small as this one waits for the CPU, which DropIT gives more to do, and the time is the CPU's.",
+    ),
     order=2,
-    minutes=50,
+    minutes=35,
+    on="with --graphs --side-by-side 3",
 )
