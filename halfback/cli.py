@@ -122,6 +122,7 @@ REPRODUCE_EXAMPLES = """\
 examples:
   halfback reproduce --list                                          what there is, what the paper says, what came out
   halfback reproduce dropit_table2 --side-by-side 8 --minutes 10     ten minutes of it, eight trainings at a time
+  halfback reproduce vit_main sbp_sweep low_memory --side-by-side 5 --graphs     three of them in one queue, launched as CUDA graphs
   halfback reproduce --page                                          write docs/results.md anew
 """
 BENCH = """\

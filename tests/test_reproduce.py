@@ -263,6 +263,25 @@ def test_graphs_are_for_what_is_compiled_and_make_no_other_run_of_it(here):
     assert reproduce("claim", say=said.append) == 0 and "6 runs, 6 done" in said[0]
 
 
+def test_several_recipes_share_one_queue(here):
+    """In their order, and a run that serves two of them is trained once."""
+    write_recipe(here, name="other", order=2, **{"minutes=2": 'minutes=2, beside=("claim",)', '{"lr": 0.3}': '{"lr": 0.4}'})
+    said = []
+    assert reproduce(["other", "claim", "experiments/other"], only="*_s0", side_by_side=1, say=said.append) == 0
+    told = "\n".join(said)
+    runs = {p.parent.parent.name + "/" + p.stem for p in (here / "experiments").glob("*/runs/*.json")}
+    assert runs == {f"{name}/{arm}_s0" for name in ("other", "claim") for arm in ("exact", "rate-0.2", "rate-0.3")}
+    trained = re.findall(r"^(\S+): top-1", told, re.MULTILINE)
+    assert trained[0].startswith("other/") and len(trained) == 6
+    assert reproduce(["claim", "other"], only="*_s1", say=said.append) == 0
+    runs = {p.parent.parent.name + "/" + p.stem for p in (here / "experiments").glob("*/runs/*_s1.json")}
+    assert runs == {"claim/exact_s1", "claim/rate-0.2_s1", "claim/rate-0.3_s1", "other/rate-0.3_s1"}
+    both = [json.loads((here / f"experiments/{name}/results.json").read_text()) for name in ("claim", "other")]
+    assert all(r["runs"] == {"done": 6, "of": 6} for r in both)
+    with pytest.raises(ValueError, match=r"only='rate-9\*' matches none of the 12 runs"):
+        reproduce(["claim", "other"], only="rate-0.2*,rate-9*")
+
+
 def test_only_takes_globs_of_ids(here):
     ran(only="rate-0.3_s*, exact_s1")
     assert names(here / "experiments/claim/runs") == ["exact_s1", "rate-0.3_s0", "rate-0.3_s1"]
@@ -426,7 +445,7 @@ def test_a_run_that_another_process_trains_is_left_alone(here):
 def test_a_training_keeps_its_lock_when_who_started_it_is_gone(here, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "60")
     run, said = load(find("claim")).runs()[0], []
-    first, second = (module.Pool([module.Task(run, here / "run", here / "result.json")], 1, said.append) for _ in range(2))
+    first, second = (module.Pool([module.Task(run.id, run, here / "run", here / "result.json")], 1, said.append) for _ in range(2))
     first._fill()  # nothing of the lock is left in this process
     second._fill()
     assert said == ["exact_s0: another process trains it; left alone."] and len(first.running) == len(second.left) == 1

@@ -39,8 +39,8 @@ RECIPE = Recipe(
     differs=(
         "bf16 autocast, where the paper trains in float32.",
         "The rate falls to a fifth after 60, 120 and 160 epochs.",
-        "DropIT's trainings were launched as CUDA graphs, which run the same kernels, the first exact ones were not. Steps are timed without "
-        "them: there a network as small as this one waits for the CPU, which DropIT gives more to do, and the time is the CPU's.",
+        "DropIT's trainings were launched as CUDA graphs, which run the same kernels; the first exact ones were not. Steps are timed "
+        "without: a network as small as this one then waits for the CPU, which DropIT gives more to do, and the time is the CPU's.",
     ),
     order=2,
     minutes=35,

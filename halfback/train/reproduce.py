@@ -1,4 +1,5 @@
 """Recipes are run: every arm with every seed, each in a process of its own in OUT/NAME/ID/. OUT/NAME/recipe.txt says whose they are.
+Several recipes share one queue.
 
 A run that is done is never trained again. One that was cut goes on from its checkpoint. Seeds are the outer loop, so that a cut leaves
 whole pairs. What a recipe is stands in recipes.py, what comes out in results.py.
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ Say = Callable[[str], Any]
 class Task:
     """A run, where it trains, and where its result goes."""
 
+    name: str  # as it is told
     run: Run
     folder: Path
     result: Path
@@ -124,7 +126,7 @@ class Pool:
             with contextlib.ExitStack() as stack:
                 lock = locked(task.folder, stack)
                 if lock is None:
-                    self.say(f"{task.run.id}: another process trains it; left alone.")
+                    self.say(f"{task.name}: another process trains it; left alone.")
                     self.left.append(task)
                 elif _is_done(task):
                     self._take(task)
@@ -181,13 +183,13 @@ class Pool:
             shutil.rmtree(task.folder / "checkpoints", ignore_errors=True)
             (task.folder / "best.safetensors").unlink(missing_ok=True)
         self.done.append(task)
-        self._tell(f"{task.run.id}: top-1 {percent(result['top1'])}, {duration(result.get('seconds'))}")
+        self._tell(f"{task.name}: top-1 {percent(result['top1'])}, {duration(result.get('seconds'))}")
 
     def _fail(self, task: Task, why: str) -> None:
         self.failed.append(task)
         log = task.folder / "log.txt"
         lines = log.read_text(errors="replace").splitlines()[-12:] if log.exists() else []
-        self._tell("\n".join([f"{task.run.id} failed, {why}. The end of {log}:", *(f"  {line}" for line in lines)]))
+        self._tell("\n".join([f"{task.name} failed, {why}. The end of {log}:", *(f"  {line}" for line in lines)]))
 
     def _stop(self) -> None:
         """SIGTERM, so that they save; SIGKILL for those that take too long, with the processes that read for them."""
@@ -208,7 +210,7 @@ class Pool:
 
     def _tell_at_times(self) -> None:
         if time.monotonic() - self.told >= TELL:
-            at = (f"{t.run.id} epoch {t.epochs()} of {t.run.settings.epochs}" for t in self.running)
+            at = (f"{t.name} epoch {t.epochs()} of {t.run.settings.epochs}" for t in self.running)
             self._tell("; ".join(at))
 
     def _tell(self, what: str) -> None:
@@ -254,8 +256,24 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@dataclass
+class Work:
+    """A recipe, what is asked of it, and what of that is not done."""
+
+    path: Path
+    recipe: Recipe
+    folders: list[Path]
+    chosen: list[Run]
+    tasks: list[Task] = dataclasses.field(default_factory=list)
+    there: bool = False
+
+    def collect(self, into: Path | None, say: Say) -> None:
+        results = collect(self.path, into=into)
+        say("\n" + told(results) + f"\n\nWritten: {self.folders[-1].parent}/results.json and its figures")
+
+
 def reproduce(
-    recipe_path: str | Path,
+    recipe_paths: str | Path | Sequence[str | Path],
     *,
     side_by_side: int = 1,
     minutes: float | None = None,
@@ -272,68 +290,105 @@ def reproduce(
 ) -> int:
     """Train what is missing, and collect. 0: all of it is there; 1: something failed; 75: time was over, and the next call goes on.
 
+    Several recipes share one queue, in the order in which they are given.
     `timed`: a few steps of each arm are timed instead, side by side only while they get ready.
     """
-    for name, value in (("side_by_side", side_by_side), ("minutes", minutes)):
-        if value is not None and not value > 0:
-            raise ValueError(f"reproduce: {name}={value} must be above 0.")
-    for name, folder in (("out", out), ("into", into)):
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ValueError(f"reproduce: {name}={str(folder)!r} is a file. Give a folder.")
+    _check_given({"side_by_side": side_by_side, "minutes": minutes}, {"out": out, "into": into})
     if timed and only is not None:
         raise ValueError("reproduce: --time times all arms in one call, so that they can be compared. Leave --only out.")
     check_drawing()
-    path = find(recipe_path)
-    recipe, folders = load(path), runs_folders(path, into)
-    chosen = recipe.timed() if timed else _chosen(recipe, only)
+    paths = map(find, [recipe_paths] if isinstance(recipe_paths, (str, Path)) else recipe_paths)
+    works = [_work(path, into, only, timed) for path in {path.resolve(): path for path in paths}.values()]
+    _check_runs(works, only, graphs)
     given: dict[str, Any] = {k: v for k, v in (("root", root), ("device", device)) if v is not None}
-    if graphs and not any(r.settings.compile for r in chosen):
-        raise ValueError(f"reproduce: --graphs is for runs that are compiled, and none of {path} is. Leave it out.")
-    chosen = [_with(r, **given, graphs=graphs and r.settings.compile) for r in chosen]
+    for work in works:
+        work.chosen = [_with(r, **given, graphs=graphs and r.settings.compile) for r in work.chosen]
     if timed:
-        return _time(path, chosen, folders[-1].parent, into, side_by_side, say)
-    there = finished(recipe, folders, again=[r.id for r in chosen] if again else ())
-    home = (out or OUT) / name_of(path)
-    tasks = [Task(r, home / r.id, folders[-1] / f"{r.id}.json") for r in chosen if r.id not in there]
-    _prepare(tasks, home, path, again=again)
-    say(f"{recipe.title}: {len(chosen)} runs, {len(chosen) - len(tasks)} done. The others train in {home}/, {side_by_side} at a time.")
-    pool = Pool(tasks, side_by_side, say, keep=keep)
+        return max(_time(work, into, side_by_side, say) for work in works)
+    for i, work in enumerate(works):
+        _queue(work, works[:i], out or OUT, again, several=len(works) > 1)
+    for work in works:
+        _prepare(work, again)
+        home = (out or OUT) / name_of(work.path)
+        done = len(work.chosen) - len(work.tasks)
+        say(f"{work.recipe.title}: {len(work.chosen)} runs, {done} done. The others train in {home}/, {side_by_side} at a time.")
+    pool = Pool([t for work in works for t in work.tasks], side_by_side, say, keep=keep)
     pool.train(minutes)
-    if there or pool.done:
-        results = collect(path, into=into)
-        say("\n" + told(results) + f"\n\nWritten: {folders[-1].parent}/results.json and its figures")
+    for work in works:
+        if work.there or any(t in pool.done for t in work.tasks):
+            work.collect(into, say)
+    return _ended(pool, say)
+
+
+def _ended(pool: Pool, say: Say) -> int:
     if pool.left:
         say(f"{len(pool.left)} runs are left. The same command goes on with them.")
     if pool.interrupted:
         raise KeyboardInterrupt
     if pool.failed:
-        say(f"{len(pool.failed)} runs failed: {', '.join(t.run.id for t in pool.failed)}. The same command tries them again.")
+        say(f"{len(pool.failed)} runs failed: {', '.join(t.name for t in pool.failed)}. The same command tries them again.")
         return 1
     return STOPPED if pool.left else 0
 
 
-def _prepare(tasks: Sequence[Task], home: Path, path: Path, *, again: bool) -> None:
+def _check_given(numbers: Mapping[str, float | None], folders: Mapping[str, Path | None]) -> None:
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"reproduce: {name}={value} must be above 0.")
+    for name, folder in folders.items():
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"reproduce: {name}={str(folder)!r} is a file. Give a folder.")
+
+
+def _work(path: Path, into: Path | None, only: str | None, timed: bool) -> Work:
+    recipe = load(path)
+    return Work(path, recipe, runs_folders(path, into), recipe.timed() if timed else _chosen(recipe, only))
+
+
+def _check_runs(works: Sequence[Work], only: str | None, graphs: bool) -> None:
+    """What no run of any recipe is asked for by."""
+    ids = [r.id for work in works for r in work.recipe.runs()]
+    for glob in _globs(only):
+        if not any(fnmatch.fnmatchcase(id, glob) for id in ids):
+            raise ValueError(f"reproduce: only={glob!r} matches none of the {len(ids)} runs. Runs: {', '.join(ids)}.")
+    if graphs and not any(r.settings.compile for work in works for r in work.chosen):
+        found = ", ".join(str(work.path) for work in works)
+        raise ValueError(f"reproduce: --graphs is for runs that are compiled, and none of {found} is. Leave it out.")
+
+
+def _queue(work: Work, before: Sequence[Work], out: Path, again: bool, several: bool) -> None:
+    """What is to be trained, but for what a recipe that is queued before this one trains for it."""
+    name, folders = name_of(work.path), work.folders
+    there = finished(work.recipe, folders, again=[r.id for r in work.chosen] if again else ())
+    served = [t.run.settings for other in before if name_of(other.path) in work.recipe.beside for t in other.tasks]
+    missing = [r for r in work.chosen if r.id not in there and all(r.settings.differs(s) for s in served)]
+    work.there = bool(there)
+    work.tasks = [Task(f"{name}/{r.id}" if several else r.id, r, out / name / r.id, folders[-1] / f"{r.id}.json") for r in missing]
+
+
+def _prepare(work: Work, again: bool) -> None:
     """Trainings of another recipe of this name are not gone on with, nor deleted, unless that recipe is gone or was moved."""
-    if not tasks:
+    if not work.tasks:
         return
-    whose, own = home / "recipe.txt", str(path.resolve())
+    home = work.tasks[0].folder.parent
+    whose, own = home / "recipe.txt", str(work.path.resolve())
     other = whose.read_text(encoding="utf-8") if whose.exists() else own
     if other != own and Path(other).exists():
         raise ValueError(f"reproduce: {home} has the trainings of {other}, another recipe of this name. Give --out another folder.")
-    for task in tasks:
+    for task in work.tasks:
         task.prepare(again=again)
     home.mkdir(parents=True, exist_ok=True)
     write_text(whose, own)
 
 
-def _time(path: Path, chosen: Sequence[Run], folder: Path, into: Path | None, at_once: int, say: Say) -> int:
-    arms = {r.arm.name for r in chosen}
-    say(f"{len(arms)} arms, a few steps of each.")
-    found = time_arms(chosen, folder / TIMES, at_once, say)
+def _time(work: Work, into: Path | None, at_once: int, say: Say) -> int:
+    arms, path = {r.arm.name for r in work.chosen}, work.folders[-1].parent / TIMES
+    say(f"{work.recipe.title}: {len(arms)} arms, a few steps of each.")
+    found = time_arms(work.chosen, path, at_once, say)
     if found:
-        say(f"Written: {folder / TIMES}")
-    if found and finished(load(path), runs_folders(path, into)):
-        collect(path, into=into)
+        say(f"Written: {path}")
+    if found and finished(work.recipe, work.folders):
+        collect(work.path, into=into)
     return int(len(found) < len(arms))
 
 
@@ -341,16 +396,14 @@ def _with(run: Run, **given: Any) -> Run:
     return dataclasses.replace(run, settings=dataclasses.replace(run.settings, **given))
 
 
+def _globs(only: str | None) -> list[str]:
+    """Commas separate them; ids have none."""
+    return [] if only is None else [glob.strip() for glob in only.split(",")]
+
+
 def _chosen(recipe: Recipe, only: str | None) -> list[Run]:
-    """The runs whose id matches one of the globs in `only`, which commas separate; ids have none."""
-    runs = recipe.runs()
-    if only is None:
-        return runs
-    globs = [glob.strip() for glob in only.split(",")]
-    for glob in globs:
-        if not any(fnmatch.fnmatchcase(r.id, glob) for r in runs):
-            raise ValueError(f"reproduce: only={glob!r} matches none of the {len(runs)} runs. Runs: {', '.join(r.id for r in runs)}.")
-    return [r for r in runs if any(fnmatch.fnmatchcase(r.id, glob) for glob in globs)]
+    """The runs whose id matches one of the globs in `only`."""
+    return [r for r in recipe.runs() if only is None or any(fnmatch.fnmatchcase(r.id, glob) for glob in _globs(only))]
 
 
 # The command
@@ -358,7 +411,7 @@ def _chosen(recipe: Recipe, only: str | None) -> list[Run]:
 
 def add_arguments(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("name", nargs="?", metavar="NAME", help="a folder of experiments/, or a path to a recipe.py")
+    add("names", nargs="*", metavar="NAME", help="a folder of experiments/, or a path to a recipe.py; several share one queue, in order")
     add("--list", action="store_true", help="the recipes, what they take, and what came out")
     add("--page", action="store_true", help=f"write {PAGE} from all results")
     add(
@@ -381,12 +434,12 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, say: Say = print) -> int:
-    if not (args.name or args.list or args.page):
+    if not (args.names or args.list or args.page):
         raise ValueError("reproduce: give the NAME of a recipe, --list or --page.")
     code = 0
-    if args.name:
+    if args.names:
         code = reproduce(
-            args.name,
+            args.names,
             side_by_side=args.side_by_side,
             minutes=args.minutes,
             out=args.out,
