@@ -56,6 +56,12 @@ def _is_norm(name: str, module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False)) and all(p.ndim == 1 for p in module.parameters())
 
 
+def in_stages(groups: Sequence[Sequence[str]]) -> bool:
+    """Are there three lists or more whose names differ in numbers alone? Two towers, or an encoder and a decoder, are no stages."""
+    kinds = Counter(re.sub(r"\d+", "*", group[0].rpartition(".")[0]) for group in groups)
+    return max(kinds.values(), default=0) >= 3
+
+
 def stages(blocks: Sequence[Named]) -> list[list[str]]:
     """Blocks grouped by the list that they are in."""
     groups: dict[str, list[str]] = {}
@@ -116,7 +122,7 @@ def _paper(blocks: Sequence[Named]) -> list[str]:
     """Section 8.3: the last two thirds of a plain stack; of four stages the first two whole, of the third the first 6 of 9
     (21 of 27), the last exact."""
     groups = stages(blocks)
-    if len(groups) < 3:
+    if not in_stages(groups):
         names = [name for name, _ in blocks]
         return names[len(names) - math.ceil(len(names) * 2 / 3) :]
     third = groups[-2]

@@ -7,14 +7,17 @@ NETS = {
     "ViT-S/4, average": {"model": "vit-s4-mean"},
     "ViT-S/4, class token": {"model": "vit-s4"},
 }
-LAYERS = {"ViT-S/4, class token": ", layers='all'"}  # on two thirds of them there is little to correct
+LAYERS = {
+    "ViT-S/4, class token": ", layers='all'",  # on two thirds of them there is little to correct
+    "ConvNeXt": ", layers='last 2/3'",
+}
 
 
 def arms() -> tuple[Arm, ...]:
     found = []
     for net, changes in NETS.items():
         layers = LAYERS.get(net, "")
-        said = f"{net}, all layers" if layers else net
+        said = f"{net}, all layers" if "all" in layers else net
         found += [
             Arm(f"{net}, exact", "exact", changes, group=net, against=f"{net}, exact"),
             Arm(f"{said}, SBP", f"sbp(keep=0.5{layers})", changes, group=net, against=f"{net}, exact"),
