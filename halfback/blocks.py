@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import groupby, pairwise
 from typing import Any
 
 from torch import nn
@@ -56,18 +57,21 @@ def _is_norm(name: str, module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False)) and all(p.ndim == 1 for p in module.parameters())
 
 
-def in_stages(groups: Sequence[Sequence[str]]) -> bool:
-    """Are there three lists or more whose names differ in numbers alone? Two towers, or an encoder and a decoder, are no stages."""
-    kinds = Counter(re.sub(r"\d+", "*", group[0].rpartition(".")[0]) for group in groups)
-    return max(kinds.values(), default=0) >= 3
-
-
 def stages(blocks: Sequence[Named]) -> list[list[str]]:
-    """Blocks grouped by the list that they are in."""
-    groups: dict[str, list[str]] = {}
-    for name, _ in blocks:
-        groups.setdefault(name.rpartition(".")[0], []).append(name)
-    return list(groups.values())
+    """Blocks grouped by the list that they are in, and neighbouring lists of one width together; all of them are one group, unless
+    each is wider than the one before: towers, branches, an encoder and a decoder are no stages."""
+    lists = [list(group) for _, group in groupby(blocks, lambda named: named[0].rpartition(".")[0])]
+    found = [
+        (size, [name for blocks in group for name, _ in blocks]) for size, group in groupby(lists, lambda blocks: width(blocks[-1][1]))
+    ]
+    if all(a < b for (a, _), (b, _) in pairwise(found)):
+        return [names for _, names in found]
+    return [[name for name, _ in blocks]]
+
+
+def width(block: nn.Module) -> int:
+    """Of the trunk, as far as weights tell: the largest smaller side of a matrix."""
+    return max(min(p.shape[:2]) for p in block.parameters() if p.ndim >= 2)
 
 
 def choose(model: nn.Module, blocks: Sequence[Named], layers: Any) -> list[str]:
@@ -119,10 +123,10 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _paper(blocks: Sequence[Named]) -> list[str]:
-    """Section 8.3: the last two thirds of a plain stack; of four stages the first two whole, of the third the first 6 of 9
-    (21 of 27), the last exact."""
+    """Section 8.3: the last two thirds of a plain stack; of four stages, each wider than the one before, the first two whole, of the
+    third the first 6 of 9 (21 of 27), the last exact."""
     groups = stages(blocks)
-    if not in_stages(groups):
+    if len(groups) < 3:
         names = [name for name, _ in blocks]
         return names[len(names) - math.ceil(len(names) * 2 / 3) :]
     third = groups[-2]

@@ -159,6 +159,23 @@ def test_the_papers_layers_of_convnext(name, depths, third):
 
 
 @pytest.mark.parametrize(
+    "widths, chosen",
+    [
+        ([8, 8, 8], range(3, 9)),  # three towers, or branches
+        ([16, 8, 16], range(3, 9)),
+        ([8, 16], range(2, 6)),  # two towers
+        ([8, 16, 24], [0, 1, 2, 3, 4]),  # stages
+    ],
+)
+def test_stages_are_lists_each_wider_than_the_one_before(widths, chosen):
+    """What takes its input from nobody before it is no later stage: by default the last two thirds of all blocks are chosen then."""
+    lists = [nn.ModuleList(nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(3)) for w in widths]
+    model = nn.ModuleDict({"abc"[i]: m for i, m in enumerate(lists)})
+    blocks = [name for name, _ in find_blocks(model)]
+    assert hb.apply_(model, hb.SBP()).blocks == [blocks[i] for i in chosen]
+
+
+@pytest.mark.parametrize(
     ("norm", "found"), [(lambda: nn.LayerNorm(8, elementwise_affine=False), 3), (lambda: nn.LayerNorm(8), 3), (nn.Identity, 0)]
 )
 def test_a_norm_without_weights_is_known_by_its_name(norm, found):
