@@ -124,9 +124,10 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def _paper(blocks: Sequence[Named]) -> list[str]:
     """Section 8.3: the last two thirds of a plain stack; of four stages, each wider than the one before, the first two whole, of the
-    third the first 6 of 9 (21 of 27), the last exact."""
+    third the first 6 of 9 (21 of 27), the last exact. The paper's last stages have a sixth of the blocks or less. Where one has more than
+    a third (NesT, ViTamin), it is the stack that the rest leads up to."""
     groups = stages(blocks)
-    if len(groups) < 3:
+    if len(groups) < 3 or 3 * len(groups[-1]) > len(blocks):
         names = [name for name, _ in blocks]
         return names[len(names) - math.ceil(len(names) * 2 / 3) :]
     third = groups[-2]

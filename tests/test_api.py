@@ -159,18 +159,20 @@ def test_the_papers_layers_of_convnext(name, depths, third):
 
 
 @pytest.mark.parametrize(
-    "widths, chosen",
+    "widths, depths, chosen",
     [
-        ([8, 8, 8], range(3, 9)),  # three towers, or branches
-        ([16, 8, 16], range(3, 9)),
-        ([8, 16], range(2, 6)),  # two towers
-        ([8, 16, 24], [0, 1, 2, 3, 4]),  # stages
+        ([8, 8, 8], [3, 3, 3], range(3, 9)),  # three towers, or branches
+        ([16, 8, 16], [3, 3, 3], range(3, 9)),
+        ([8, 16], [3, 3], range(2, 6)),  # two towers
+        ([8, 16, 24], [3, 3, 3], [0, 1, 2, 3, 4]),  # stages
+        ([8, 16, 24], [1, 1, 4], range(2, 6)),  # a stack, and what leads up to it
     ],
 )
-def test_stages_are_lists_each_wider_than_the_one_before(widths, chosen):
-    """What takes its input from nobody before it is no later stage: by default the last two thirds of all blocks are chosen then."""
-    lists = [nn.ModuleList(nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(3)) for w in widths]
-    model = nn.ModuleDict({"abc"[i]: m for i, m in enumerate(lists)})
+def test_stages_are_lists_each_wider_than_the_one_before(widths, depths, chosen):
+    """What takes its input from nobody before it is no later stage: by default the last two thirds of all blocks are chosen then. They
+    are also where the last stage has most of the blocks."""
+    layers = [[nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(d)] for w, d in zip(widths, depths, strict=True)]
+    model = nn.ModuleDict({"abc"[i]: nn.ModuleList(m) for i, m in enumerate(layers)})
     blocks = [name for name, _ in find_blocks(model)]
     assert hb.apply_(model, hb.SBP()).blocks == [blocks[i] for i in chosen]
 
