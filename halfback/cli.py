@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -174,7 +175,16 @@ class Parser(argparse.ArgumentParser):
     """A mistake is one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise Shared(f"{message}. See {self.prog} --help.")
+        raise Shared(f"{message}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What a command does not know it says itself, not the parser of all commands."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Is {close[0]} meant?" if close else ""))
+        return found, unknown
 
 
 def parser() -> argparse.ArgumentParser:

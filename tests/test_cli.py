@@ -53,6 +53,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys, tmp_path)
     assert "Traceback" not in caught.err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "--eposch", "3"], "unrecognized arguments: --eposch 3. Is --epochs meant? See halfback train --help."),
+        (["train", "--wormup=2"], "unrecognized arguments: --wormup=2. Is --warmup meant? See halfback train --help."),
+        (["plan", "small-vit", "--budget", "0.5", "more"], "unrecognized arguments: more. See halfback plan --help."),
+        (["--nothing", "train"], "unrecognized arguments: --nothing. See halfback --help."),
+    ],
+)
+def test_an_argument_that_a_command_does_not_know_is_told_with_what_is_near(argv, message, capsys):
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"halfback: {message}\n"
+
+
 def test_out_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["compare", "--out", str(tmp_path / "file")]) == 2

@@ -423,7 +423,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     )
     add("--minutes", type=float, metavar="M", help="stop after so long; the same command goes on")
     add("--only", metavar="GLOBS", help="runs whose id, ARM_sSEED, matches one of these, as 'exact_s*,*-0.5_s0'")
-    add("--data", metavar="DIR", help="where the data lies (default: as the recipe says)")
+    add("--data", "--root", metavar="DIR", help="where the data lies (default: as the recipe says)")
     add("--device", metavar="D", help="cpu or cuda (default: as the recipe says)")
     add("--out", type=Path, default=OUT, metavar="DIR", help="where trainings run (default: %(default)s)")
     add("--into", type=Path, metavar="DIR", help="write results to DIR/NAME, not beside the recipe")
