@@ -1,5 +1,5 @@
 # make setup   the environment, in .venv        make test   lint, types and tests
-# make demo    a comparison, four minutes       make bench  time and peak on your GPU, and the README's tables
+# make demo    a comparison, four minutes       make bench  time and peak on your GPU, and the tables
 # make docs    the documentation, into site/   make clean  all of it away
 
 PYTHON ?= python3

@@ -259,7 +259,6 @@ def plan_table() -> str:
 MODELS = {"ViT-B/16": "at batch 256", "ConvNeXt-T": "at batch 256", "GPT-2": "at 16 x 1024 tokens"}
 TABLES: dict[str, Callable[..., str]] = {
     "bench": bench_table,
-    "promises": promises_table,
     "fits": fits_table,
     "growth": growth_table,
     "dropit": dropit_table,

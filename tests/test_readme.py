@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import zoo
 
 import halfback as hb
@@ -72,17 +70,6 @@ def test_the_lines_on_budget_profile_plan_and_audit_run(capsys):
     said = capsys.readouterr().out
     assert "held for backward" in said and "of plain training's" in said and "cosine" in said
     assert not any("_halfback" in vars(m) for m in model.modules())
-
-
-def test_what_you_can_ask_for_runs_and_shows_every_field_with_its_default():
-    model, _ = zoo.make("vit", layers=3)
-    f, x, positions = torch.nn.Linear(4, 4), torch.randn(2, 6, 4), hb.Positions.of([0, 2, 5], (6,))
-    exec(BLOCKS[3], {"hb": hb, "model": model, "f": f, "x": x, "positions": positions})
-    for name in ("SBP", "DropIT"):
-        call = re.search(rf"^hb\.{name}\(\n.*?^\)", BLOCKS[3], re.DOTALL | re.MULTILINE)[0]
-        method = getattr(hb, name)
-        assert eval(call) == method()
-        assert re.findall(r"^    (\w+)=", call, re.MULTILINE) == [field.name for field in dataclasses.fields(method)]
 
 
 def test_tables_of_lean_and_dropit_are_made_of_the_rows_that_are_there(tmp_path, monkeypatch):
