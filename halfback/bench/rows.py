@@ -49,9 +49,9 @@ class Line(NamedTuple):
 
 
 BLOCKS = "vit convnext swin resnet llama gpt2 detector patches other text"  # models that have any
-STREAMS = "vit swin llama gpt2 patches other text"  # SBP on the last 2/3
+STREAMS = "vit swin llama gpt2 patches other text"  # SBP on its default layers
 QKV = "vit llama gpt2 patches other text"  # the same, without the keys and values of dropped tokens
-STAGES = "convnext detector"  # SBP on the paper's layers
+STAGES = "convnext detector"  # the same, by the name that the layers have in the paper
 PAPER = "sbp(layers='paper')"
 BITS = "activation_bits=4"
 
