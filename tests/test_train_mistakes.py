@@ -48,7 +48,7 @@ WRONG = {
     "keep": (["--method", "sbp(keep=2)"], "keep"),
     "layers": (["--method", "sbp(layers='blocks.9')"], "blocks.9"),
     "json": (["--method", '[{"method": "sbp", "kep": 1}]'], "kep"),
-    "option": (["--nothing", "3"], "unrecognized arguments: --nothing 3. See halfback"),
+    "option": (["--xyz", "3"], "unrecognized arguments: --xyz 3. See halfback"),
     "number": (["--epochs", "ten"], "argument --epochs: invalid int value: 'ten'"),
     "batch": (["--batch", "97"], "batch 97 is more than the 96 samples of"),
     "parts": (["--batch", "16", "--accumulate", "3"], "batch 16 cannot be run in 3 parts"),

@@ -5,7 +5,7 @@ from halfback.train import Arm, Recipe, Settings
 PAPER, LAST = "SBP", "SBP, last two thirds of the blocks"
 FIVE = ("exact", PAPER, LAST)  # three seeds left open which of the two is better
 WHERE = {
-    PAPER: "sbp(keep=0.5)",
+    PAPER: "sbp(keep=0.5, layers='paper')",  # the default, by name, as what it is has changed
     LAST: "sbp(keep=0.5, layers='last 2/3')",
     "SBP, middle stage": "sbp(keep=0.5, layers=['stages.1.*'])",
     "SBP, last stage": "sbp(keep=0.5, layers='last 2')",

@@ -35,7 +35,7 @@ RECIPE = Recipe(
     ),
     arms=(
         Arm("exact", "exact"),
-        Arm("SBP", "sbp(keep=0.5)"),
+        Arm("SBP", "sbp(keep=0.5, layers='paper')"),  # the default
         Arm("SBP, last two thirds of the blocks", "sbp(keep=0.5, layers='last 2/3')"),
         Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
         Arm("DropIT, keep 0.1, where nobody else holds it", "dropit(keep=0.1, activation_bits=4)"),
