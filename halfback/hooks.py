@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from .methods import SBP, DropIT, Lean, SkipTokens
-from .notes import constant, listen, note, uncompiled
+from .notes import constant, listen, log, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .recompute import Recomputed, allow_modes, settle, settled
 from .standins import in_transform
@@ -32,6 +32,7 @@ from .streams import (
     Streams,
     absent,
     contains,
+    find,
     merge,
     merge_all,
     split,
@@ -50,6 +51,11 @@ COMPUTED_TOO = (
     "{} is computed again in a backward pass by the model's own checkpointing, and halfback cannot tell which positions its forward kept: "
     "{} computes inputs of a checkpoint again instead of holding them. Use hb.Recompute() instead of the model's own checkpointing, or "
     "leave {} out."
+)
+
+READS_ONE = (
+    "of each sample the loss reads one of {1} positions, which {0} keeps in a share of the steps alone. In the others the chosen blocks "
+    "get next to no gradient. Choose blocks that exact ones follow, as layers='first 2/3', or use Lean, Recompute or DropIT"
 )
 
 
@@ -364,6 +370,8 @@ class Enter(Hook):
 class Leave(Hook):
     """After a chosen block. Streams end after the last one of a run."""
 
+    looked = False  # at what the loss reads of the last one's output
+
     def __call__(self, module, args, output):
         if self.idle(module) and not contains(output):
             return None
@@ -375,7 +383,33 @@ class Leave(Hook):
             return settled(output, whole=False) if torch.compiler.is_compiling() and contains(output) and not again else None
         if not self.state.open:  # a part of the model was called, without its root
             self.state.finish()
-        return merge_all(_restored(output)) if contains(output) else None
+        if not contains(output):
+            return None
+        trunk, merged = find((output,)), merge_all(_restored(output))
+        if not (self.looked or torch.compiler.is_compiling() or in_backward()):
+            self.watch(trunk, merged[0] if isinstance(merged, (list, tuple)) else merged)
+        return merged
+
+    def watch(self, trunk: Streams | None, merged: Any) -> None:
+        """In the first backward: does the loss reach one position alone, which is kept by chance?"""
+        if trunk is None or trunk.span > 1 or trunk.outer > 1 or not (isinstance(merged, Tensor) and merged.requires_grad):
+            return
+        at, axis = trunk.at, trunk.axis
+        if axis != merged.ndim - 2 or merged.shape[axis] != at.n:  # features are not last, or this is another output
+            return
+
+        def look(grad: Tensor) -> None:
+            if self.looked or type(grad) is not Tensor or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return  # what is captured or has no contents cannot be read
+            self.looked = True
+            reached = torch.linalg.vector_norm(grad, math.inf, -1).movedim(axis, -1).reshape(-1, at.n) != 0
+            each = reached.sum(-1)
+            if at.n > 2 and each.max() == 1 and not reached[:, : at.always].any():
+                what = READS_ONE.format(self.state.method, at.n)
+                note(self.state.owner, self.name, "caution", what)
+                log.warning("halfback: behind %s: %s.", self.name, what)
+
+        merged.register_hook(look)
 
 
 def _restored(tree: Any) -> Any:

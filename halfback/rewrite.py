@@ -27,6 +27,13 @@ from .recompute import Recomputed
 from .standins import Known, Standin, standins
 from .watch import Row, Unseen, Watch, Watched, choose_layers
 
+TOLD = {  # what a report says of a kind of note: of what, and in which blocks
+    "merged": "merged, exactly, at {} in {}",
+    "dense": "dense, output split again, at {} in {}",
+    "unseen": "not seen: {} in {}",
+    "caution": "CAUTION, behind {1}: {0}",
+}
+
 
 @dataclass
 class Report:
@@ -96,10 +103,11 @@ class Report:
         if any(isinstance(m, (Lean, DropIT)) for m in self.methods):
             lines += self._held()
         lines += [f"  {text}" for text in self.positions]
-        said = {"merged": "merged, exactly, at", "dense": "dense, output split again, at", "unseen": "not seen:"}
-        for (kind, what), where in self.notes.items():
-            if kind != "cut":
-                lines.append(f"  {said.get(kind, f'{kind}:')} {what} in {_range(where)}")
+        lines += [
+            f"  {TOLD.get(kind, kind + ': {} in {}').format(what, _range(where))}"
+            for (kind, what), where in self.notes.items()
+            if kind != "cut"
+        ]
         uncut = [name for name in self.blocks if name not in self.notes.get(("cut", ""), [])]
         later = any(m.schedule and max(m.keeps) == 1 > min(m.keeps) for m in self.methods)  # its schedule keeps all, now
         if self.positions and uncut and not later and not any(m.changes_forward for m in self.methods):

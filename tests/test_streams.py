@@ -793,6 +793,35 @@ def test_what_is_not_understood_is_merged_exactly_and_reported():
     assert all((g != 0).any() for g in grads.values())
 
 
+def told(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "halfback"]
+
+
+@pytest.mark.parametrize("text, warned", [("sbp", True), ("skiptokens", True), ("sbp(layers='first 1/2')", False), ("lean", False)])
+def test_a_loss_that_reads_one_position_is_told(text, warned, caplog):
+    """A decoder that classifies by its last token, at another place in each sample; told once, however many steps there are."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    tokens = zoo.tokens(12).clamp(min=3)
+    tokens[1, 7:] = 0  # padding
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = GPT2ForSequenceClassification(GPT2Config(n_embd=32, n_layer=4, n_head=2, vocab_size=256, num_labels=3, **ends)).train()
+    report = hb.apply_(model, *parse(text))
+    for _ in range(3):
+        model(input_ids=tokens, attention_mask=(tokens > 0).long()).logits.sum().backward()
+    said = told(caplog)
+    assert len(said) == warned == ("CAUTION, behind transformer.h.3: of each sample the loss reads one of 12 positions" in str(report))
+    assert not warned or "as layers='first 2/3', or use Lean" in said[0]
+
+
+@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+def test_a_class_token_a_mean_and_next_tokens_are_no_single_position(name, caplog):
+    model, batch = short(name)
+    report = hb.apply_(model, hb.SBP(keep=0.5))
+    zoo.loss(model, batch).backward()
+    assert report.positions and not told(caplog) and "CAUTION" not in str(report)
+
+
 def test_dropout_in_attention_falls_back_and_is_reported():
     from transformers import ViTConfig, ViTForImageClassification
 
