@@ -53,16 +53,21 @@ class Standin:
         except (RuntimeError, TypeError) as e:
             if STRANGER.search(str(e)):
                 raise RuntimeError(self._told(e)) from e
+            if "opaque=[...]" in str(e) and (name := self._running(e)):
+                e.args = (str(e).replace("opaque=[...]", f"opaque=['*.{name}']"),)
             raise
 
     def _run(self, *args, **kwargs):
         return self.own(*args, **kwargs) if self.own is not None else type(self.module).forward(self.module, *args, **kwargs)
 
-    def _told(self, error: BaseException) -> str:
-        """Which module called what cannot be called with streams: the innermost one that was running."""
+    def _running(self, error: BaseException) -> str:
+        """Which module called what cannot be called with streams: the innermost one that was running, if not this one itself."""
         names = {id(m): name for name, m in self.module.named_modules()}
         running = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-        name = next((names[i] for i in reversed(running) if names.get(i)), "")
+        return next((names[i] for i in reversed(running) if names.get(i)), "")
+
+    def _told(self, error: BaseException) -> str:
+        name = self._running(error)
         how = f"Name that module, as SBP(opaque=['*.{name}']), so that it gets plain tensors" if name else "Call it in a module of its own"
         return (
             f"{type(self.module).__name__}{'.' if name else ''}{name} calls a scripted function or an extension, which cannot be handed "
