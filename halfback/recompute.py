@@ -9,7 +9,8 @@ A recomputed block has plain training's gradients only if its second run finds w
  2. Parameters are those of the first run, also if they stood in the module for that forward alone (torch.func.functional_call). One that
     was changed in place since is an error, as it is where autograd saved it. What FSDP frees, or exchanges for a DTensor and back, is
     left to it.
- 3. What a block keeps elsewhere is not seen. Under torch.compile the compiler chooses: it reads a buffer that was changed in place as it is
+ 3. Objects among its arguments that it may change (a cache of keys and values, to which it adds) have in them what they had.
+ 4. What a block keeps elsewhere is not seen. Under torch.compile the compiler chooses: it reads a buffer that was changed in place as it is
     by then, with torch's own checkpoint as with ours.
 """
 
@@ -170,11 +171,13 @@ class Draws(TorchDispatchMode):
 class Had:
     """What a block has when its first run begins, for the second: NOTE [the same again]."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, arguments: tuple = ()):
         modules = list(block.modules())
         self.parameters = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters]
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
         self.numbers = [(m.__dict__, {k: v for k, v in m.__dict__.items() if type(v) in NUMBERS}) for m in modules if m._buffers]
+        self.objects: list[tuple[dict | list, dict | list]] = []
+        _contents(arguments, self.objects, set())
         with torch._C.DisableTorchFunction():  # as no mode that runs is meant
             found = [b for b in _each(self.buffers) if not b.requires_grad and not is_lazy(b)]
             self.copies = {id(b): b.detach().clone() for b in found}  # by id, so that one buffer in two places stays one
@@ -205,11 +208,14 @@ class Had:
         """The block has it again, for a while."""
         given = self.given()
         meanwhile = [(own, {k: own[k] for k in new if k in own}) for own, new in given]
+        after = [(own, _copied(own)) for own, _ in self.objects]
         try:
             for own, new in given:
                 own.update(new)
+            _put(self.objects)
             yield
         finally:
+            _put(after)
             for own, was in meanwhile:
                 own.update(was)
             self.mark()  # an embedding's max_norm changes its weight in every run
@@ -232,6 +238,37 @@ class Had:
                 if b is not None and not b.requires_grad and (now is None or _version(now) or not torch.equal(now, b)):
                     return _named(block, own, name)
         return None
+
+
+def _contents(tree: Any, found: list[tuple[dict | list, dict | list]], seen: set[int]) -> None:
+    """Of what a block may change among its arguments: the attributes of objects, and what lists and dicts hold. Tensors are themselves."""
+    if type(tree) in NUMBERS or isinstance(tree, (Tensor, Streams, nn.Module, type)) or callable(tree) or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    own = tree if isinstance(tree, (dict, list, tuple)) else getattr(tree, "__dict__", {})
+    if isinstance(own, (dict, list)):
+        found.append((own, _copied(own)))
+    for x in own.values() if isinstance(own, dict) else own:
+        _contents(x, found, seen)
+
+
+def _copied(own: dict | list) -> dict | list:
+    return dict(own) if isinstance(own, dict) else list(own)
+
+
+def _put(contents: list[tuple[dict | list, dict | list]]) -> None:
+    """What has it still is left alone: not each kind of dict can be written to."""
+    for own, had in contents:
+        if not _same(own, had):
+            own.clear()
+            own.extend(had) if isinstance(own, list) else own.update(had)  # type: ignore[arg-type]
+
+
+def _same(own: dict | list, had: dict | list) -> bool:
+    if len(own) != len(had) or (isinstance(own, dict) and list(own) != list(had)):
+        return False
+    values = zip(*(x.values() if isinstance(x, dict) else x for x in (own, had)), strict=True)
+    return all(a is b for a, b in values)
 
 
 def _named(block: nn.Module, own: dict, name: str) -> str:
@@ -301,7 +338,7 @@ class Recomputed(Standin):
                     raise RuntimeError(CHANGED.format(self.name, changed))
                 with before[0].again():
                     return self.plain(*args, **kwargs)
-            had = Had(self.module)
+            had = Had(self.module, (args, kwargs))
             out = self.plain(*args, **kwargs)
             had.ran()
             before.append(had)
@@ -335,7 +372,7 @@ class Recomputed(Standin):
 
     def check(self, samples: int, args: tuple, kwargs: dict) -> None:
         """Is what becomes of a sample the same whoever is beside it, and whoever went before it?"""
-        modes, had = [(m, m.training) for m in self.module.modules()], Had(self.module)
+        modes, had = [(m, m.training) for m in self.module.modules()], Had(self.module, (args, kwargs))
         devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices), had.again():
             self.module.eval()

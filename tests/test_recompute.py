@@ -303,6 +303,87 @@ def test_in_parts_a_buffer_that_does_not_change_is_none():
     assert furthest(found, wanted) < 1e-10
 
 
+# What is handed in
+
+
+def cached(text):
+    """Gradients of a decoder whose blocks are handed a cache, to which each adds; and how long it is after the backward."""
+    model, batch = zoo.make("llama", layers=4)
+    model.double()
+    if text:
+        hb.apply_(model, *hb.parse(text))
+    out = model(**batch, use_cache=True)
+    found = gradients(model, out.logits.square().mean())
+    return found, [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+
+
+@pytest.mark.parametrize("text", BESIDE)
+def test_a_cache_that_blocks_add_to_has_each_token_once(text):
+    (wanted, length), (found, also) = cached(BESIDE[text]), cached(text)
+    assert same(found, wanted) and also == length == [48] * 4
+
+
+class Gathering(Block):
+    """It reads what the blocks before it left, and leaves something itself: in a list, a dict, or an attribute."""
+
+    def forward(self, x, left):
+        more = sum(left["each"]) + left["last"].value
+        out = super().forward(x + more)
+        left["each"].append(out.sin())
+        left["last"] = Left(out.cos())
+        left["last"].calls += 1
+        return out
+
+
+class Left:
+    def __init__(self, value):
+        self.value, self.calls, self.itself = value, 0, self
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gathering() for _ in range(4))
+
+    def forward(self, x, left):
+        for block in self.blocks:
+            x = block(x, left)
+        return x
+
+
+def test_what_blocks_leave_for_each_other_is_there_as_it_was():
+    torch.manual_seed(0)
+    model, x = Stack().double(), torch.randn(2, 3, D, dtype=torch.float64)
+    other, found = copy.deepcopy(model), []
+    hb.apply_(other, hb.Recompute())
+    for m in (model, other):
+        left = {"each": [x.tanh()], "last": Left(x)}
+        loss = m(x, left).square().sum() + left["last"].value.sum()
+        made = [*left["each"], left["last"]]
+        found.append(gradients(m, loss))
+        assert [*left["each"], left["last"]] == made and left["last"].calls == 1  # the first run's own
+    assert same(*found)
+
+
+def test_a_dict_that_cannot_be_written_to_is_no_mistake_where_nothing_changes():
+    class Fixed(dict):
+        def update(self, *args, **kwargs):
+            raise TypeError("fixed")
+
+        clear = update
+
+    class Reading(Block):
+        def forward(self, x, given):
+            return super().forward(x + given["more"])
+
+    torch.manual_seed(0)
+    block, x = Reading(), torch.randn(2, 3, D)
+    model, given = nn.ModuleDict({"blocks": nn.ModuleList([block])}), Fixed(more=x)
+    wanted = gradients(model, block(x, given).square().sum())
+    hb.apply_(model, hb.Recompute(layers=["blocks.0"]))
+    assert same(gradients(model, block(x, given).square().sum()), wanted)
+
+
 # Parameters
 
 
