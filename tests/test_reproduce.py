@@ -94,6 +94,7 @@ def here(tmp_path, monkeypatch):
     train = str(tmp_path / "train.py")
     monkeypatch.setattr(module, "command", lambda asked, folder: [sys.executable, train, "--settings", str(asked), "--out", str(folder)])
     monkeypatch.setattr(module, "POLL", 0.02)
+    monkeypatch.setattr(module, "check_needs", lambda runs: None)  # the script needs no data and no GPU
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_recipe(tmp_path)
     return tmp_path
@@ -141,6 +142,22 @@ TWO = (Arm("exact"), Arm("b", "lean"))
 
 def recipe(arms=TWO, **given):
     return Recipe(**{"title": "t", "about": "a", "paper": "p", "base": Settings(), "arms": arms, **given})
+
+
+def test_data_and_devices_that_are_not_there_are_told_before_anything_begins(tmp_path, monkeypatch):
+    """Once, and not by every run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HALFBACK_DATA", raising=False)
+    write_recipe(tmp_path, **{"optimizer='sgd'": "optimizer='sgd', data='cifar100'"})
+    for given in ({}, {"timed": True}):
+        with pytest.raises(ValueError, match=r"data 'cifar100': where it lies is not known. Give root, or set HALFBACK_DATA"):
+            reproduce("claim", **given)
+        with pytest.raises(FileNotFoundError, match=r"train.bin': there is no such file. Download"):
+            reproduce("claim", root=str(tmp_path), **given)
+    write_recipe(tmp_path)
+    with pytest.raises(ValueError, match=r"device 'nowhere' cannot be used: .* Devices: cpu, cuda"):
+        reproduce("claim", device="nowhere")
+    assert not (tmp_path / "out").exists()
 
 
 def test_seeds_are_the_outer_loop():
@@ -775,7 +792,9 @@ def test_settings_that_every_arm_changes_are_not_called_theirs(here):
 
 def test_a_page_without_any_pair_of_seeds_shows_nothing(here):
     ran(only="*_s0")
-    assert "two seeds: exact; rate 0.2; rate 0.3." in page_text() and "**Here:**" not in page_text()
+    text = page_text()
+    assert "two seeds: exact; rate 0.2; rate 0.3." in text and "**Here:**" not in text
+    assert "About 2 minutes. a device;" in text and "`optimizer=sgd`" in text, "no seeds, and the settings"
     assert not Path("experiments/claim/figure.png").exists()
 
 

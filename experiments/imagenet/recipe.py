@@ -1,6 +1,6 @@
 """SBP, table 1, as the paper has it: for who has ImageNet, in folders, and the days that it takes.
 
-halfback reproduce imagenet --data IMAGENET --minutes 600
+halfback reproduce imagenet --root IMAGENET --minutes 600
 """
 
 from halfback.train import Arm, Recipe, Settings

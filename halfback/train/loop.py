@@ -41,7 +41,7 @@ from .augment import Augment, normalise
 from .fits import what_fits
 from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, locked, write_json
-from .sets import DataSet, batches, load_set, order, seed_from
+from .sets import DataSet, batches, order, seed_from, set_of
 from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
 
 TESTED = 1000  # samples at once; without gradients they are light
@@ -118,8 +118,7 @@ class Training:
 
     def _data(self) -> DataSet:
         s = self.settings
-        root = None if s.root is None else Path(s.root)
-        data = load_set(s.data, root=root, validation=s.validation, seed=s.seed, size=s.size, seq=s.seq)
+        data = set_of(s)
         given = [k for k in ("crop", "flip", "randaugment", "erase", "mixup", "cutmix", "channels_last") if getattr(s, k)]
         if data.kind == "text" and given:
             raise ValueError(f"{', '.join(given)}: that is for images and clips, and {s.data!r} is text. Leave it out.")

@@ -26,10 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .pieces import usable
 from .recipes import LOCAL, Recipe, Run, differing, find, finished, load, name_of, read_result, runs_folders
 from .record import LOCK, check_drawing, locked, write_json, write_text
 from .results import TIMES, collect, duration, listing, percent, told
 from .results_page import PAGE, page
+from .sets import set_of
 from .settings import STOPPED
 from .timed import time_arms
 
@@ -304,9 +308,11 @@ def reproduce(
     for work in works:
         work.chosen = [_with(r, **given, graphs=graphs and r.settings.compile) for r in work.chosen]
     if timed:
+        check_needs([r for work in works for r in work.chosen])
         return max(_time(work, into, side_by_side, say) for work in works)
     for i, work in enumerate(works):
         _queue(work, works[:i], out or OUT, again, several=len(works) > 1)
+    check_needs([t.run for work in works for t in work.tasks])
     for work in works:
         _prepare(work, again)
         home = (out or OUT) / name_of(work.path)
@@ -354,6 +360,15 @@ def _check_runs(works: Sequence[Work], only: str | None, graphs: bool) -> None:
     if graphs and not any(r.settings.compile for work in works for r in work.chosen):
         found = ", ".join(str(work.path) for work in works)
         raise ValueError(f"reproduce: --graphs is for runs that are compiled, and none of {found} is. Leave it out.")
+
+
+def check_needs(runs: Sequence[Run]) -> None:
+    """What many runs need, before the first of them: it is told once, and not by each."""
+    for device in {r.settings.device: r for r in runs}:
+        if not (device.startswith("cuda") and torch.cuda.is_available()):  # asking a GPU that is there would take some of its memory
+            usable(device)
+    for settings in {(s.data, s.root, s.validation, s.size, s.seq): s for s in (r.settings for r in runs)}.values():
+        set_of(settings)
 
 
 def _queue(work: Work, before: Sequence[Work], out: Path, again: bool, several: bool) -> None:
@@ -423,7 +438,7 @@ def add_arguments(to: argparse.ArgumentParser) -> None:
     )
     add("--minutes", type=float, metavar="M", help="stop after so long; the same command goes on")
     add("--only", metavar="GLOBS", help="runs whose id, ARM_sSEED, matches one of these, as 'exact_s*,*-0.5_s0'")
-    add("--data", "--root", metavar="DIR", help="where the data lies (default: as the recipe says)")
+    add("--root", "--data", metavar="DIR", help="where the data lies (default: $HALFBACK_DATA/NAME, or as the recipe says)")
     add("--device", metavar="D", help="cpu or cuda (default: as the recipe says)")
     add("--out", type=Path, default=OUT, metavar="DIR", help="where trainings run (default: %(default)s)")
     add("--into", type=Path, metavar="DIR", help="write results to DIR/NAME, not beside the recipe")
@@ -443,7 +458,7 @@ def main(args: argparse.Namespace, say: Say = print) -> int:
             side_by_side=args.side_by_side,
             minutes=args.minutes,
             out=args.out,
-            root=args.data,
+            root=args.root,
             device=args.device,
             only=args.only,
             into=args.into,

@@ -149,13 +149,14 @@ def _made(r: Result) -> str:
     dates = r["dates"][0] + (f" to {r['dates'][-1]}" if len(r["dates"]) > 1 else "")
     seeds = ", ".join(map(str, sorted({s for a in r["arms"] for s in a["seeds"]})))
     minutes = "" if r["minutes"] is None else f" About {r['minutes']:g} minutes" + (f", {r['on']}." if r["on"] else ".")
-    made = f"Seeds {seeds}. {' and '.join(r['devices'])}; {versions}; {dates}."
+    made = f"Seeds {seeds}. " if seeds else ""
+    made += f"{' and '.join(r['devices'])}; {versions}; {dates}."
     commits = [_hash(c) for c in r["commits"]]
     made += f" Commit {', '.join(commits)}." if commits else ""
     timed = r.get("timed")
     made += f" Steps timed on {timed['device_name']}, {timed['date'][:10]}, commit {_hash(timed['commit'] or 'unknown')}." if timed else ""
     base = {"model": r["base"]["model"], "data": r["base"]["data"], **r["changed"]}
-    base = {k: v for k, v in base.items() if not all(k in a["changes"] for a in r["arms"])}
+    base = {k: v for k, v in base.items() if not r["arms"] or not all(k in a["changes"] for a in r["arms"])}
     beside = " and ".join(f"`{name}`" for name in r.get("beside", ()))
     made += f" What {beside} has trained with the same settings is not trained again." if beside else ""
     return f"`halfback reproduce {r['name']}`.{minutes} {made} Settings, but for those that an arm names: {_settings(base)}."

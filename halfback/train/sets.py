@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ..data import KEYS, check_channels, digits
 from .folder import check_headers, check_pillow, class_names, list_files, read_image
+from .settings import Settings
 
 VARIABLE = "HALFBACK_DATA"
 PIXELS = (3, 32, 32)  # of CIFAR
@@ -212,6 +213,12 @@ def load_set(
     else:
         found = _digits() if spec == "digits" else READERS[spec](_root(spec, root), **options.get(spec, {}))
     return _finished(Path(spec).name, _held_out(spec, found, validation))
+
+
+def set_of(settings: Settings) -> DataSet:
+    """The set that a training is asked to be on."""
+    s = settings
+    return load_set(s.data, root=s.root, validation=s.validation, seed=s.seed, size=s.size, seq=s.seq)
 
 
 def _root(spec: str, root: Path | str | None) -> Path:
