@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from .methods import SBP, DropIT, Lean, SkipTokens
-from .notes import constant, listen, log, note, uncompiled
+from .notes import caution, constant, listen, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .recompute import Recomputed, allow_modes, settle, settled
 from .standins import in_transform
@@ -54,9 +54,10 @@ COMPUTED_TOO = (
 )
 
 READS_ONE = (
-    "of each sample the loss reads one of {1} positions, which {0} keeps in a share of the steps alone. In the others the chosen blocks "
-    "get next to no gradient. Choose blocks that exact ones follow, as layers='first 2/3', or use Lean, Recompute or DropIT"
+    "of each sample the loss reads one of {1} positions, which {0} does not always keep. Where it drops it, the chosen blocks get next to "
+    "no gradient. Choose blocks that exact ones follow, as layers='first 2/3', or use Lean, Recompute or DropIT"
 )
+LOOKS = 3  # losses in a row that do so: of few masked tokens one may be alone by chance
 
 
 @constant
@@ -370,7 +371,8 @@ class Enter(Hook):
 class Leave(Hook):
     """After a chosen block. Streams end after the last one of a run."""
 
-    looked = False  # at what the loss reads of the last one's output
+    looked = False  # at what the losses read of the last one's output
+    alone = 0  # of how many it was one position, so far
 
     def __call__(self, module, args, output):
         if self.idle(module) and not contains(output):
@@ -386,28 +388,33 @@ class Leave(Hook):
         if not contains(output):
             return None
         trunk, merged = find((output,)), merge_all(_restored(output))
-        if not (self.looked or torch.compiler.is_compiling() or in_backward()):
+        if not (torch.compiler.is_compiling() or self.looked or in_backward()):
             self.watch(trunk, merged[0] if isinstance(merged, (list, tuple)) else merged)
         return merged
 
     def watch(self, trunk: Streams | None, merged: Any) -> None:
-        """In the first backward: does the loss reach one position alone, which is kept by chance?"""
+        """In the first backwards: does the loss reach one position alone, which is kept by chance?"""
         if trunk is None or trunk.span > 1 or trunk.outer > 1 or not (isinstance(merged, Tensor) and merged.requires_grad):
             return
         at, axis = trunk.at, trunk.axis
-        if axis != merged.ndim - 2 or merged.shape[axis] != at.n:  # features are not last, or this is another output
+        if axis != merged.ndim - 2 or merged.shape[axis] != at.n or at.n < 3:  # features are not last, or this is another output
             return
 
         def look(grad: Tensor) -> None:
-            if self.looked or type(grad) is not Tensor or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
-                return  # what is captured or has no contents cannot be read
-            self.looked = True
+            batched = torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
+            if self.looked or type(grad) is not Tensor or grad.is_meta or batched or not grad.numel():
+                return  # without contents, or of more than one backward
+            if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+                return
             reached = torch.linalg.vector_norm(grad, math.inf, -1).movedim(axis, -1).reshape(-1, at.n) != 0
             each = reached.sum(-1)
-            if at.n > 2 and each.max() == 1 and not reached[:, : at.always].any():
-                what = READS_ONE.format(self.state.method, at.n)
-                note(self.state.owner, self.name, "caution", what)
-                log.warning("halfback: behind %s: %s.", self.name, what)
+            if not each.any():
+                return  # as behind a head that begins with zeros
+            by_chance = each.max() == 1 and reached[:, at.always :].any()
+            self.alone = self.alone + 1 if by_chance else 0
+            self.looked = self.alone in (0, LOOKS)
+            if self.alone == LOOKS:
+                caution(self.state.report, self.name, READS_ONE.format(self.state.method, at.n))
 
         merged.register_hook(look)
 

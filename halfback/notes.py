@@ -53,3 +53,10 @@ def note(owner: str, block: str, kind: str, what: str) -> bool:
     if listener is not None:
         listener.hear(block, kind, what)
     return True
+
+
+def caution(report: Any, block: str, what: str) -> None:
+    """For a user who does not read reports, too: a warning, of the first block."""
+    if ("caution", what) not in report.notes:
+        log.warning("halfback: %s: %s.", block, what)
+    report.hear(block, "caution", what)

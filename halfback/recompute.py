@@ -9,7 +9,9 @@ A recomputed block has plain training's gradients only if its second run finds w
  2. Parameters are those of the first run, also if they stood in the module for that forward alone (torch.func.functional_call). One that
     was changed in place since is an error, as it is where autograd saved it. What FSDP frees, or exchanges for a DTensor and back, is
     left to it.
- 3. Objects among its arguments that it may change (a cache of keys and values, to which it adds) have in them what they had.
+ 3. Objects and lists among its arguments that it may change (a cache of keys and values, to which it adds) have in them what they had, as
+    far as handed.py looks; what they have by now is back after it. A tensor in them that the block itself changes in place is told in the
+    report, as the second run finds what the first one made of it.
  4. What a block keeps elsewhere is not seen. Under torch.compile the compiler chooses: it reads a buffer that was changed in place as it is
     by then, with torch's own checkpoint as with ours.
 """
@@ -32,13 +34,26 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from . import ops  # which fills the table
 from .attention import multi_head, steady
-from .notes import constant
+from .handed import Handed, put, version
+from .notes import caution, constant
 from .standins import Standin
 from .streams import ROUTE, RUNNING, Call, Streams, asked, find
 
 CHANGED = (
     "Recompute(): {}: its parameter {!r} was changed in place between the forward and the backward, which computes the block again. Call "
     "backward() before whatever changes it, as an optimizer's step()."
+)
+SHARED = (
+    "Recompute(parts={}): {} changes what it is handed, as a cache of keys and values, which the parts of a batch cannot share. Switch "
+    "that off (transformers: use_cache=False), or leave parts=1."
+)
+KEPT = (
+    "puts tensors into what it is handed, as a cache of keys and values, which is held until the backward then. Switch that off if nobody "
+    "reads it (transformers: use_cache=False)"
+)
+WRITTEN = (
+    "changes in place a tensor that it finds in an object or a list it is handed, and finds it changed when it is computed again. If it "
+    "reads it, gradients are wrong: leave the block out of layers="
 )
 SMALL = 2**16  # bytes of a buffer that is kept as the first run found it, changed or not: kernels (batch norm) and .data change it unseen
 NUMBERS = (bool, int, float, str, type(None))
@@ -171,30 +186,29 @@ class Draws(TorchDispatchMode):
 class Had:
     """What a block has when its first run begins, for the second: NOTE [the same again]."""
 
-    def __init__(self, block: nn.Module, arguments: tuple = ()):
+    def __init__(self, block: nn.Module, arguments: tuple):
         modules = list(block.modules())
         self.parameters = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters]
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
         self.numbers = [(m.__dict__, {k: v for k, v in m.__dict__.items() if type(v) in NUMBERS}) for m in modules if m._buffers]
-        self.objects: list[tuple[dict | list, dict | list]] = []
-        _contents(arguments, self.objects, set())
+        self.handed = Handed(arguments)
         with torch._C.DisableTorchFunction():  # as no mode that runs is meant
             found = [b for b in _each(self.buffers) if not b.requires_grad and not is_lazy(b)]
             self.copies = {id(b): b.detach().clone() for b in found}  # by id, so that one buffer in two places stays one
-            self.large = {id(b): _version(b) for b in found if b.numel() * b.itemsize > SMALL}
+            self.large = {id(b): version(b) for b in found if b.numel() * b.itemsize > SMALL}
 
     def ran(self) -> None:
         """After the first run: of large buffers that it left alone no copies are kept, nor numbers that are what they were."""
         with torch._C.DisableTorchFunction():
             for b in _each(self.buffers):
-                if id(b) in self.large and self.large[id(b)] == _version(b):
+                if id(b) in self.large and self.large[id(b)] == version(b):
                     self.copies.pop(id(b), None)
         self.numbers = [(own, {k: v for k, v in had.items() if own.get(k) is not v}) for own, had in self.numbers]
         self.mark()
 
     def mark(self) -> None:
         with torch._C.DisableTorchFunction():
-            self.versions = {id(p): _version(p) for p in _each(self.parameters)}
+            self.versions = {id(p): version(p) for p in _each(self.parameters)}
 
     def given(self) -> list[tuple[dict, dict]]:
         """What is put where for the second run."""
@@ -208,16 +222,16 @@ class Had:
         """The block has it again, for a while."""
         given = self.given()
         meanwhile = [(own, {k: own[k] for k in new if k in own}) for own, new in given]
-        after = [(own, _copied(own)) for own, _ in self.objects]
+        after: list = []
         try:
             for own, new in given:
                 own.update(new)
-            _put(self.objects)
+            after = self.handed.put_back()
             yield
         finally:
-            _put(after)
             for own, was in meanwhile:
                 own.update(was)
+            put(after)
             self.mark()  # an embedding's max_norm changes its weight in every run
 
     def changed_parameter(self, block: nn.Module) -> str | None:
@@ -226,7 +240,7 @@ class Had:
             for own, had in self.parameters:
                 for name, p in had.items():
                     now = own.get(name)
-                    if p is not None and (p is now or _replaces(p, now)) and _version(p) != self.versions[id(p)]:
+                    if p is not None and (p is now or _replaces(p, now)) and version(p) != self.versions[id(p)]:
                         return _named(block, own, name)
         return None
 
@@ -235,40 +249,9 @@ class Had:
         for own, had in self.buffers:
             for name, b in had.items():
                 now = own[name]
-                if b is not None and not b.requires_grad and (now is None or _version(now) or not torch.equal(now, b)):
+                if b is not None and not b.requires_grad and (now is None or version(now) or not torch.equal(now, b)):
                     return _named(block, own, name)
         return None
-
-
-def _contents(tree: Any, found: list[tuple[dict | list, dict | list]], seen: set[int]) -> None:
-    """Of what a block may change among its arguments: the attributes of objects, and what lists and dicts hold. Tensors are themselves."""
-    if type(tree) in NUMBERS or isinstance(tree, (Tensor, Streams, nn.Module, type)) or callable(tree) or id(tree) in seen:
-        return
-    seen.add(id(tree))
-    own = tree if isinstance(tree, (dict, list, tuple)) else getattr(tree, "__dict__", {})
-    if isinstance(own, (dict, list)):
-        found.append((own, _copied(own)))
-    for x in own.values() if isinstance(own, dict) else own:
-        _contents(x, found, seen)
-
-
-def _copied(own: dict | list) -> dict | list:
-    return dict(own) if isinstance(own, dict) else list(own)
-
-
-def _put(contents: list[tuple[dict | list, dict | list]]) -> None:
-    """What has it still is left alone: not each kind of dict can be written to."""
-    for own, had in contents:
-        if not _same(own, had):
-            own.clear()
-            own.extend(had) if isinstance(own, list) else own.update(had)  # type: ignore[arg-type]
-
-
-def _same(own: dict | list, had: dict | list) -> bool:
-    if len(own) != len(had) or (isinstance(own, dict) and list(own) != list(had)):
-        return False
-    values = zip(*(x.values() if isinstance(x, dict) else x for x in (own, had)), strict=True)
-    return all(a is b for a, b in values)
 
 
 def _named(block: nn.Module, own: dict, name: str) -> str:
@@ -278,10 +261,6 @@ def _named(block: nn.Module, own: dict, name: str) -> str:
 
 def _each(places: list[tuple[dict, dict]]) -> Iterator[Tensor]:
     return (t for _, had in places for t in had.values() if t is not None)
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def _replaces(p: Tensor | None, now: Tensor | None) -> bool:
@@ -296,9 +275,17 @@ def _replaces(p: Tensor | None, now: Tensor | None) -> bool:
 class Recomputed(Standin):
     """The forward of a block under torch's checkpoint. Streams go in and come out as the tensors they are made of."""
 
-    def __init__(self, module: nn.Module, own: Any = None, parts: int = 1, name: str = "", kinds: dict[type, bool | None] | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        own: Any = None,
+        parts: int = 1,
+        name: str = "",
+        kinds: dict[type, bool | None] | None = None,
+        report: Any = None,
+    ):
         super().__init__(module, own)
-        self.parts, self.name = parts, name
+        self.parts, self.name, self.report = parts, name, report
         self.short: bool | None = None  # can it run again without dropped positions? None: not known; then as others of its kind
         self.kinds = {} if kinds is None else kinds  # None: it never can, as that would hold more
         self.split: list[bool] | None = None  # which of the arguments' tensors have samples, as was checked
@@ -325,7 +312,7 @@ class Recomputed(Standin):
         with STEADY:
             return self.plain(*args, **kwargs)
 
-    def again(self) -> Any:
+    def again(self, part: bool = False) -> Any:
         """The module's own forward, for one call of it: once, and then, in the backward, with what it had: NOTE [the same again]."""
         if torch.compiler.is_compiling():
             return self.traced
@@ -338,13 +325,25 @@ class Recomputed(Standin):
                     raise RuntimeError(CHANGED.format(self.name, changed))
                 with before[0].again():
                     return self.plain(*args, **kwargs)
-            had = Had(self.module, (args, kwargs))
+            handed = (args, tuple(kwargs.values()))
+            had = Had(self.module, handed)
             out = self.plain(*args, **kwargs)
             had.ran()
+            self.look(had.handed.ran(handed), part)
             before.append(had)
             return out
 
         return run
+
+    def look(self, found: tuple[bool, bool, bool], part: bool) -> None:
+        """What the block did to what it was handed."""
+        changed, added, written = found
+        if changed and part:
+            raise ValueError(SHARED.format(self.parts, self.name))
+        if added:
+            caution(self.report, self.name, KEPT)
+        if written:
+            caution(self.report, self.name, WRITTEN)
 
     # A batch in parts
 
@@ -367,29 +366,35 @@ class Recomputed(Standin):
         outs = []
         for part in zip(*shares, strict=True):
             a, kw = tree_unflatten(part, spec)
-            outs.append(checkpoint(self.again(), *a, use_reentrant=False, **kw))
+            outs.append(checkpoint(self.again(part=True), *a, use_reentrant=False, **kw))
         return _joined(outs, self.name)
 
     def check(self, samples: int, args: tuple, kwargs: dict) -> None:
         """Is what becomes of a sample the same whoever is beside it, and whoever went before it?"""
-        modes, had = [(m, m.training) for m in self.module.modules()], Had(self.module, (args, kwargs))
+        handed = (args, tuple(kwargs.values()))
+        modes, had, changed = [(m, m.training) for m in self.module.modules()], Had(self.module, handed), False
         devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices), had.again():
             self.module.eval()
             try:
                 a, kw = _samples(0, 2, (args, kwargs), samples)
                 pair, same = self.plain(*a, **kw), True
+                changed, *_ = had.handed.ran(handed)
                 for i in (0, 1):
                     one, named = _samples(i, i + 1, (args, kwargs), samples)
                     pairs = zip(tree_leaves(pair), tree_leaves(self.plain(*one, **named)), strict=True)
                     same = same and all(_close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
             except (RuntimeError, ValueError) as e:
+                if changed:
+                    raise ValueError(SHARED.format(self.parts, self.name)) from e
                 raise ValueError(f"Recompute(parts={self.parts}): {self.name} does not run on a part of the batch: {e}") from e
             finally:
                 for m, was in modes:
                     m.training = was
             self.plain(*a, **kw)
             buffer = had.changed_buffer(self.module)
+        if changed:
+            raise ValueError(SHARED.format(self.parts, self.name))
         if buffer is not None:
             raise ValueError(
                 f"Recompute(parts={self.parts}): {self.name} changes its buffer {buffer!r} in its forward, so the next part of a batch "

@@ -193,7 +193,7 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     kinds: dict[type, bool | None] = {}
     for name in recomputed:
         block = modules[name]
-        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds)
+        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds, report)
     for block in (modules[name] for name in chosen):
         if not isinstance(block.__dict__.get("forward"), Standin):
             block.forward = Known(block, block.__dict__.get("forward"))
@@ -350,7 +350,9 @@ def exact(model: nn.Module, recompute: bool = False) -> Iterator[None]:
     recompute   all blocks are recomputed meanwhile, so that what is held falls instead of rising
     """
     states = _states(model)
-    again = [Recomputed(block, block.__dict__.get("forward"), 1, name) for name, block in _not_recomputed(model)] if recompute else []
+    blocks = _not_recomputed(model) if recompute else []
+    told = Report(type(model).__name__, (), [], [name for name, _ in blocks])  # by them, in warnings alone
+    again = [Recomputed(block, block.__dict__.get("forward"), name=name, report=told) for name, block in blocks]
     if recompute and not finding.find_blocks(model):
         log.warning("halfback: exact(): %s has no blocks to recompute, so exact gradients hold what they hold.", type(model).__name__)
     for s in states:

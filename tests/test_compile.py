@@ -664,3 +664,17 @@ def test_a_block_that_is_compiled_by_itself_is_never_drawn_anew_in_a_checkpoint(
         block.compile(fullgraph=fullgraph, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported if fullgraph else RuntimeError, match="is computed again in a backward pass"):
         zoo.loss(model, batch).backward()
+
+
+def test_an_eager_step_compiles_nothing_anew():
+    """What hooks learn of an eager step's loss, no compiled graph was made for."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))).train()
+    hb.apply_(model, hb.SBP(keep=0.5))
+    frames = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: frames.append(1) or graph)
+    counts = []
+    for step in (compiled, model, compiled):
+        step(torch.randn(2, 12, 16)).square().sum().backward()
+        counts.append(len(frames))
+    assert counts[0] > 0 and counts == [counts[0]] * 3

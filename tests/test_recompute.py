@@ -222,13 +222,13 @@ def test_also_after_a_second_run_that_fails():
 def test_a_large_buffer_that_does_not_change_is_not_kept():
     block = Block()
     block.register_buffer("mask", torch.ones(SMALL + 1, dtype=torch.bool))
-    had = Had(block)
+    had = Had(block, ())
     assert id(block.mask) in had.copies
     block(torch.randn(2, 3, D))
     had.ran()
     assert had.copies.keys() == {id(block.scale)}
     large = Large()
-    had = Had(large)
+    had = Had(large, ())
     large(torch.randn(2, 3, D))
     had.ran()
     assert id(large.table) in had.copies
@@ -365,23 +365,48 @@ def test_what_blocks_leave_for_each_other_is_there_as_it_was():
     assert same(*found)
 
 
-def test_a_dict_that_cannot_be_written_to_is_no_mistake_where_nothing_changes():
-    class Fixed(dict):
-        def update(self, *args, **kwargs):
-            raise TypeError("fixed")
+def test_what_is_kept_by_a_cache_is_told_once(caplog):
+    model, batch = zoo.make("llama", layers=4)
+    report = hb.apply_(model, hb.Recompute())
+    for _ in range(2):
+        model(**batch, use_cache=True).logits.sum().backward()
+    told = "puts tensors into what it is handed, as a cache of keys and values, which is held until the backward then"
+    assert [told in r.getMessage() for r in caplog.records] == [
+        True
+    ] and f"CAUTION, behind model.layers.0 ... model.layers.3: {told}" in str(report)
+    hb.remove_(model)
+    report = hb.apply_(model, hb.Recompute())
+    model(**batch, use_cache=False).logits.sum().backward()
+    assert len(caplog.records) == 1 and "CAUTION" not in str(report)
 
-        clear = update
 
-    class Reading(Block):
-        def forward(self, x, given):
-            return super().forward(x + given["more"])
+def test_a_tensor_that_is_changed_in_place_where_it_was_handed_is_told(caplog):
+    class Adding(Block):
+        def forward(self, x, sums):
+            sums[0].add_(x.detach())
+            return super().forward(x)
 
-    torch.manual_seed(0)
-    block, x = Reading(), torch.randn(2, 3, D)
-    model, given = nn.ModuleDict({"blocks": nn.ModuleList([block])}), Fixed(more=x)
-    wanted = gradients(model, block(x, given).square().sum())
-    hb.apply_(model, hb.Recompute(layers=["blocks.0"]))
-    assert same(gradients(model, block(x, given).square().sum()), wanted)
+    model, sums = nn.ModuleDict({"blocks": nn.ModuleList([Adding()])}), [torch.zeros(2, 3, D)]
+    report = hb.apply_(model, hb.Recompute(layers=["blocks.0"]))
+    model["blocks"][0](torch.randn(2, 3, D), sums).sum().backward()
+    assert "CAUTION, behind blocks.0: changes in place a tensor that it finds in an object or a list" in str(report)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("text", ["recompute(parts=2)", "sbp+recompute(parts=2)"])
+def test_parts_of_a_batch_share_no_cache(text):
+    model, batch = zoo.make("llama", layers=4)
+    hb.apply_(model, *hb.parse(text))
+    with pytest.raises(ValueError, match=r"Recompute\(parts=2\): model.layers.0 changes what it is handed.*use_cache=False"):
+        model(**batch, use_cache=True)
+    model(**batch, use_cache=False).logits.sum().backward()
+
+
+def test_no_plan_has_parts_where_blocks_share_a_cache():
+    model, batch = zoo.make("llama", layers=4)
+    tight = hb.planner.Planner(model, {**batch, "use_cache": True}), hb.planner.Planner(model, {**batch, "use_cache": False})
+    kind = hb.planner.Kind("lean", parts=2)
+    assert [p.way(kind, True) is not None for p in tight] == [False, True]
 
 
 # Parameters

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
+from halfback.hooks import Leave
 from halfback.methods import ATTENTION, parse
 from halfback.models import ViT
 from halfback.positions import Positions
@@ -814,11 +815,68 @@ def test_a_loss_that_reads_one_position_is_told(text, warned, caplog):
     assert not warned or "as layers='first 2/3', or use Lean" in said[0]
 
 
+def reading_one(*losses):
+    """What is told of these losses of a stack of blocks, one after the other."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)]
+    model = nn.Sequential(*layers).train()
+    report = hb.apply_(model, hb.SBP(keep=0.5))
+    for loss in losses:
+        loss(model)
+    return str(report).count("CAUTION")
+
+
+def last(model):
+    model(torch.randn(2, 12, 16))[:, -1].square().sum().backward()
+
+
+def all_of_them(model):
+    model(torch.randn(2, 12, 16)).square().sum().backward()
+
+
+def none_yet(model):  # a head that begins with zeros
+    (0 * model(torch.randn(2, 12, 16))[:, -1]).sum().backward()
+
+
+def nothing(model):
+    model(torch.randn(0, 12, 16)).sum().backward()
+
+
+def batched(model):
+    out = model(torch.randn(2, 12, 16))[:, -1]
+    torch.autograd.grad(out, list(model.parameters()), torch.randn(3, *out.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    "losses, warned",
+    [
+        ([last] * 3, True),
+        ([last] * 2, False),  # of few masked tokens one may be alone by chance
+        ([last, all_of_them, last, last, last], False),
+        ([none_yet] * 3 + [last] * 3, True),
+        ([nothing, batched, last, last, last], True),
+        ([batched] * 3, False),
+    ],
+)
+def test_a_single_position_is_told_when_three_losses_in_a_row_read_one(losses, warned):
+    assert reading_one(*losses) == warned
+
+
+def test_what_is_read_is_not_asked_of_tensors_without_contents():
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))).to("meta").train()
+    hb.apply_(model, hb.SBP(keep=0.5))
+    for _ in range(3):
+        model(torch.randn(2, 12, 16, device="meta"))[:, -1].sum().backward()
+
+
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))
 def test_a_class_token_a_mean_and_next_tokens_are_no_single_position(name, caplog):
     model, batch = short(name)
     report = hb.apply_(model, hb.SBP(keep=0.5))
-    zoo.loss(model, batch).backward()
+    for _ in range(3):
+        zoo.loss(model, batch).backward()
+    looked = [hook.looked for m in model.modules() for hook in m._forward_hooks.values() if isinstance(hook, Leave)]
+    assert any(looked) != ("convnext" in name)  # maps are not asked
     assert report.positions and not told(caplog) and "CAUTION" not in str(report)
 
 
