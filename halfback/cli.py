@@ -182,7 +182,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+            asked = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(asked, known, 1) if asked.strip("-") else []
             self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Is {close[0]} meant?" if close else ""))
         return found, unknown
 

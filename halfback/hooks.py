@@ -45,7 +45,8 @@ REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
 CANNOT_TELL = (
     "{} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: reentrant checkpointing ran it "
     "without gradients, its input came back in another storage, or it is compiled by itself inside of a checkpoint. Use "
-    "checkpoint(..., use_reentrant=False), hb.Recompute() instead of offloading block inputs, and compile the whole model."
+    "checkpoint(..., use_reentrant=False), around parts of the model and not all of it, hb.Recompute() instead of offloading block inputs, "
+    "and compile the whole model."
 )
 COMPUTED_TOO = (
     "{} is computed again in a backward pass by the model's own checkpointing, and halfback cannot tell which positions its forward kept: "

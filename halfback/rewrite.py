@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from . import blocks as finding
 from .heads import LEAST, Spared, bodies, find_heads
@@ -183,25 +184,37 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     recomputed = picks.get(Recompute, [])
     if again and again.parts > 1:
         _check_parts(again, recomputed, modules)
+    if lazy := [name for name in chosen if any(is_lazy(p) for p in modules[name].parameters())]:
+        raise ValueError(f"apply_(): {streamed}: {lazy[0]} has parameters without a shape yet. Run a batch through the model first.")
     report = Report(type(model).__name__, methods, chosen, recomputed)
-    states: list[State | Watch] = []
-    if lean:
-        spared = again is not None and again.sparing
-        states.append(_watch(model, lean, [b for b in found if spared or b[0] not in recomputed], report))
-    if streamed and chosen:
-        states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
-    kinds: dict[type, bool | None] = {}
-    for name in recomputed:
-        block = modules[name]
-        block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds, report)
-    for block in (modules[name] for name in chosen):
-        if not isinstance(block.__dict__.get("forward"), Standin):
-            block.forward = Known(block, block.__dict__.get("forward"))
-    for name in heads:
-        own = modules[name].__dict__.get("forward")
-        modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), chunked.rows if chunked else None, own)
-    object.__setattr__(model, "_halfback", Applied(report, states, list(standins(model))))
+    with _all_or_nothing(model):
+        states: list[State | Watch] = []
+        if lean:
+            spared = again is not None and again.sparing
+            states.append(_watch(model, lean, [b for b in found if spared or b[0] not in recomputed], report))
+        if streamed and chosen:
+            states.append(_hook(model, streamed, found, chosen, opaque, modules, report))
+        kinds: dict[type, bool | None] = {}
+        for name in recomputed:
+            block = modules[name]
+            block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds, report)
+        for block in (modules[name] for name in chosen):
+            if not isinstance(block.__dict__.get("forward"), Standin):
+                block.forward = Known(block, block.__dict__.get("forward"))
+        for name in heads:
+            own = modules[name].__dict__.get("forward")
+            modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), chunked.rows if chunked else None, own)
+        object.__setattr__(model, "_halfback", Applied(report, states, list(standins(model))))
     return report
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        remove_(model)
+        raise
 
 
 def _check(model: nn.Module, methods: tuple[Method, ...]) -> None:

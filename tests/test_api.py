@@ -362,3 +362,31 @@ def test_importing_is_light():
 def test_json_that_is_no_object_is_no_method(data):
     with pytest.raises(ValueError, match=r"from_json\(\): .* is no method: wanted an object, as {'method': 'sbp', 'keep': 0.5}"):
         from_json(data)
+
+
+def test_what_fails_half_way_leaves_the_model_as_it_was():
+    class Layer(nn.TransformerEncoderLayer):
+        refuses = False
+
+        def register_forward_hook(self, *args, **kwargs):
+            if self.refuses:
+                raise RuntimeError("no hooks here")
+            return super().register_forward_hook(*args, **kwargs)
+
+    model = nn.Sequential(*(Layer(16, 2, 32, batch_first=True) for _ in range(3)))
+    model[2].refuses = True
+    before = [(dict(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    for text in ("sbp(layers='all')", "sbp(layers='all')+lean+recompute"):
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            hb.apply_(model, *hb.parse(text))
+        now = [(dict(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        assert [a[0].keys() for a in now] == [b[0].keys() for b in before] and [a[1:] for a in now] == [b[1:] for b in before]
+    hb.apply_(model, hb.Lean())
+
+
+def test_weights_without_a_shape_are_told_before_anything_changes():
+    block = nn.Sequential(nn.LayerNorm(8), nn.LazyLinear(8), nn.Linear(8, 8))
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block])})
+    with pytest.raises(ValueError, match=r"blocks.0 has parameters without a shape yet. Run a batch through the model first"):
+        hb.apply_(model, hb.SBP(layers=["blocks.0"]))
+    hb.apply_(model, hb.Recompute(layers=["blocks.0"]))

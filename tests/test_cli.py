@@ -58,6 +58,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(given, message, capsys, tmp_path)
     [
         (["train", "--eposch", "3"], "unrecognized arguments: --eposch 3. Is --epochs meant? See halfback train --help."),
         (["train", "--wormup=2"], "unrecognized arguments: --wormup=2. Is --warmup meant? See halfback train --help."),
+        (["train", "--", "x"], "unrecognized arguments: -- x. See halfback train --help."),
         (["plan", "small-vit", "--budget", "0.5", "more"], "unrecognized arguments: more. See halfback plan --help."),
         (["--nothing", "train"], "unrecognized arguments: --nothing. See halfback --help."),
     ],

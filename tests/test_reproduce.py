@@ -281,22 +281,39 @@ def test_graphs_are_for_what_is_compiled_and_make_no_other_run_of_it(here):
 
 
 def test_several_recipes_share_one_queue(here):
-    """In their order, and a run that serves two of them is trained once."""
+    """In their order, and a run that serves two of them is trained once, whichever comes first."""
     write_recipe(here, name="other", order=2, **{"minutes=2": 'minutes=2, beside=("claim",)', '{"lr": 0.3}': '{"lr": 0.4}'})
-    said = []
-    assert reproduce(["other", "claim", "experiments/other"], only="*_s0", side_by_side=1, say=said.append) == 0
-    told = "\n".join(said)
-    runs = {p.parent.parent.name + "/" + p.stem for p in (here / "experiments").glob("*/runs/*.json")}
-    assert runs == {f"{name}/{arm}_s0" for name in ("other", "claim") for arm in ("exact", "rate-0.2", "rate-0.3")}
-    trained = re.findall(r"^(\S+): top-1", told, re.MULTILINE)
-    assert trained[0].startswith("other/") and len(trained) == 6
-    assert reproduce(["claim", "other"], only="*_s1", say=said.append) == 0
-    runs = {p.parent.parent.name + "/" + p.stem for p in (here / "experiments").glob("*/runs/*_s1.json")}
-    assert runs == {"claim/exact_s1", "claim/rate-0.2_s1", "claim/rate-0.3_s1", "other/rate-0.3_s1"}
+    for seed, queue in enumerate((["other", "claim", "experiments/other"], ["claim", "other"])):
+        said = []
+        assert reproduce(queue, only=f"*_s{seed}", side_by_side=1, say=said.append) == 0
+        runs = {p.parent.parent.name + "/" + p.stem for p in (here / "experiments").glob(f"*/runs/*_s{seed}.json")}
+        assert runs == {f"claim/{arm}_s{seed}" for arm in ("exact", "rate-0.2", "rate-0.3")} | {f"other/rate-0.3_s{seed}"}
+        trained = re.findall(r"^(\S+): top-1", "\n".join(said), re.MULTILINE)
+        assert len(trained) == 4 and trained[0].startswith(queue[0])
+        shared = next(text for text in said if "2 trained for another recipe" in text)
+        assert "3 runs, 0 done, 2 trained for another recipe of this queue" in shared
     both = [json.loads((here / f"experiments/{name}/results.json").read_text()) for name in ("claim", "other")]
     assert all(r["runs"] == {"done": 6, "of": 6} for r in both)
     with pytest.raises(ValueError, match=r"only='rate-9\*' matches none of the 12 runs"):
         reproduce(["claim", "other"], only="rate-0.2*,rate-9*")
+
+
+def test_a_recipe_that_another_one_trains_as_a_whole_is_collected(here):
+    write_recipe(here, name="other", order=2, **{"minutes=2": 'minutes=2, beside=("claim",)'})
+    assert reproduce(["claim", "other"]) == 0
+    assert not (here / "experiments/other/runs").exists()
+    assert json.loads((here / "experiments/other/results.json").read_text())["runs"] == {"done": 6, "of": 6}
+
+
+def test_a_refusal_leaves_no_folder_of_any_recipe(here):
+    write_recipe(here, name="other", order=2)
+    (here / "elsewhere/other").mkdir(parents=True)
+    (here / "elsewhere/other/recipe.py").write_text("another one")
+    (here / "out/other").mkdir(parents=True)
+    (here / "out/other/recipe.txt").write_text(str(here / "elsewhere/other/recipe.py"))
+    with pytest.raises(ValueError, match=r"other has the trainings of .*another recipe of this name"):
+        reproduce(["claim", "other"], out=here / "out")
+    assert [p.name for p in (here / "out").iterdir()] == ["other"]
 
 
 def test_only_takes_globs_of_ids(here):
@@ -609,6 +626,13 @@ def test_no_ratio_between_devices(here):
     for path in (here / "experiments/claim/runs").glob("exact_*.json"):
         path.write_text(path.read_text().replace("a device", "another"))
     assert collect("claim")["arms"][1]["against"]["ratio"] == {"held": None, "peak": None, "step_ms": None}
+
+
+def test_no_ratio_of_times_between_a_training_by_graphs_and_one_without(here):
+    write_recipe(here, **{'{"lr": 0.3}': '{"lr": 0.3, "compile": True, "device": "cuda"}'})
+    assert reproduce("claim", graphs=True) == 0
+    _, without, graphs = (a["against"] and a["against"]["ratio"] for a in collect("claim")["arms"])
+    assert graphs["step_ms"] is None and graphs["held"] and without["step_ms"]
 
 
 def test_an_arm_can_be_against_another(here):

@@ -269,7 +269,7 @@ class Work:
     folders: list[Path]
     chosen: list[Run]
     tasks: list[Task] = dataclasses.field(default_factory=list)
-    there: bool = False
+    served: list[Run] = dataclasses.field(default_factory=list)  # what another recipe of the queue trains for it
 
     def collect(self, into: Path | None, say: Say) -> None:
         results = collect(self.path, into=into)
@@ -310,18 +310,23 @@ def reproduce(
     if timed:
         check_needs([r for work in works for r in work.chosen])
         return max(_time(work, into, side_by_side, say) for work in works)
-    for i, work in enumerate(works):
-        _queue(work, works[:i], out or OUT, again, several=len(works) > 1)
+    for work in works:
+        _queue(work, out or OUT, again, several=len(works) > 1)
+    for work in works:
+        _share(work, works)
     check_needs([t.run for work in works for t in work.tasks])
     for work in works:
+        _check_whose(work)
+    for work in works:
         _prepare(work, again)
-        home = (out or OUT) / name_of(work.path)
-        done = len(work.chosen) - len(work.tasks)
-        say(f"{work.recipe.title}: {len(work.chosen)} runs, {done} done. The others train in {home}/, {side_by_side} at a time.")
+        home, others = (out or OUT) / name_of(work.path), len(work.served)
+        done = len(work.chosen) - len(work.tasks) - others
+        shared = f", {others} trained for another recipe of this queue" if others else ""
+        say(f"{work.recipe.title}: {len(work.chosen)} runs, {done} done{shared}. The rest trains in {home}/, {side_by_side} at a time.")
     pool = Pool([t for work in works for t in work.tasks], side_by_side, say, keep=keep)
     pool.train(minutes)
     for work in works:
-        if work.there or any(t in pool.done for t in work.tasks):
+        if finished(work.recipe, work.folders):
             work.collect(into, say)
     return _ended(pool, say)
 
@@ -371,29 +376,36 @@ def check_needs(runs: Sequence[Run]) -> None:
         set_of(settings)
 
 
-def _queue(work: Work, before: Sequence[Work], out: Path, again: bool, several: bool) -> None:
-    """What is to be trained, but for what a recipe that is queued before this one trains for it."""
+def _queue(work: Work, out: Path, again: bool, several: bool) -> None:
+    """What is to be trained."""
     name, folders = name_of(work.path), work.folders
     there = finished(work.recipe, folders, again=[r.id for r in work.chosen] if again else ())
-    served = [t.run.settings for other in before if name_of(other.path) in work.recipe.beside for t in other.tasks]
-    missing = [r for r in work.chosen if r.id not in there and all(r.settings.differs(s) for s in served)]
-    work.there = bool(there)
+    missing = [r for r in work.chosen if r.id not in there]
     work.tasks = [Task(f"{name}/{r.id}" if several else r.id, r, out / name / r.id, folders[-1] / f"{r.id}.json") for r in missing]
 
 
-def _prepare(work: Work, again: bool) -> None:
+def _share(work: Work, works: Sequence[Work]) -> None:
+    """What another recipe of the queue trains for this one is not trained twice, whichever comes first."""
+    others = [t.run.settings for other in works if name_of(other.path) in work.recipe.beside for t in other.tasks]
+    work.served = [t.run for t in work.tasks if not all(t.run.settings.differs(s) for s in others)]
+    work.tasks = [t for t in work.tasks if t.run not in work.served]
+
+
+def _check_whose(work: Work) -> None:
     """Trainings of another recipe of this name are not gone on with, nor deleted, unless that recipe is gone or was moved."""
-    if not work.tasks:
-        return
-    home = work.tasks[0].folder.parent
-    whose, own = home / "recipe.txt", str(work.path.resolve())
-    other = whose.read_text(encoding="utf-8") if whose.exists() else own
-    if other != own and Path(other).exists():
-        raise ValueError(f"reproduce: {home} has the trainings of {other}, another recipe of this name. Give --out another folder.")
+    for home in {t.folder.parent for t in work.tasks}:
+        own, whose = str(work.path.resolve()), home / "recipe.txt"
+        other = whose.read_text(encoding="utf-8") if whose.exists() else own
+        if other != own and Path(other).exists():
+            raise ValueError(f"reproduce: {home} has the trainings of {other}, another recipe of this name. Give --out another folder.")
+
+
+def _prepare(work: Work, again: bool) -> None:
     for task in work.tasks:
         task.prepare(again=again)
-    home.mkdir(parents=True, exist_ok=True)
-    write_text(whose, own)
+    for home in {t.folder.parent for t in work.tasks}:
+        home.mkdir(parents=True, exist_ok=True)
+        write_text(home / "recipe.txt", str(work.path.resolve()))
 
 
 def _time(work: Work, into: Path | None, at_once: int, say: Say) -> int:

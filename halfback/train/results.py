@@ -201,7 +201,7 @@ def _against(
     pairs = {m: paired({s: r[m] for s, r in ours.items()}, {s: r[m] for s, r in theirs.items()}) for m in PAIRED}
     used = [runs[s] for runs in (ours, theirs) for s in seeds]
     same = len({r["device_name"] for r in used}) == 1
-    alone = all(r["side_by_side"] == 1 for r in used)
+    alone = all(r["side_by_side"] == 1 for r in used) and len({r["settings"].get("graphs", False) for r in used}) == 1
     ratio: dict[str, float | None] = dict.fromkeys(RATIOS)
     for m in RATIOS:
         mine, its = (typical(m, [runs[s][m] for s in seeds]) for runs in (ours, theirs))
