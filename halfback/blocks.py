@@ -125,7 +125,8 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _paper(blocks: Sequence[Named]) -> list[str]:
     """Section 8.3: the last two thirds of a plain stack; of four stages, each wider than the one before, the first two whole, of the
     third the first 6 of 9 (21 of 27), the last exact. The paper's last stages have a sixth of the blocks or less. Where one has more than
-    a third (NesT, ViTamin), it is the stack that the rest leads up to."""
+    a third (NesT, ViTamin), it is the stack that the rest leads up to. What has one matrix where others have more is a stem, or embeds."""
+    blocks = [b for b in blocks if _matrices(b[1]) > 1] or blocks
     groups = stages(blocks)
     if len(groups) < 3 or 3 * len(groups[-1]) > len(blocks):
         names = [name for name, _ in blocks]

@@ -177,6 +177,18 @@ def test_stages_are_lists_each_wider_than_the_one_before(widths, depths, chosen)
     assert hb.apply_(model, hb.SBP()).blocks == [blocks[i] for i in chosen]
 
 
+def test_a_stem_and_what_embeds_between_stages_are_no_part_of_the_papers_layers():
+    class Embed(nn.Module):
+        def __init__(self, a, b):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(a, b), nn.LayerNorm(b)
+
+    stages = [nn.ModuleList(nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(3)) for w in (8, 16, 24)]
+    model = nn.ModuleDict({"embed": nn.ModuleList([Embed(4, 8), Embed(8, 16), Embed(16, 24)]), "stages": nn.ModuleList(stages)})
+    assert len(find_blocks(model)) == 12
+    assert hb.apply_(model, hb.SBP()).blocks == [f"stages.{i}" for i in ("0.0", "0.1", "0.2", "1.0", "1.1")]
+
+
 @pytest.mark.parametrize(
     ("norm", "found"), [(lambda: nn.LayerNorm(8, elementwise_affine=False), 3), (lambda: nn.LayerNorm(8), 3), (nn.Identity, 0)]
 )
