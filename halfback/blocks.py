@@ -39,7 +39,8 @@ def _within(name: str, others: Sequence[tuple[str, Any]]) -> bool:
 
 
 def _matrices(module: nn.Module) -> int:
-    return sum(p.ndim >= 2 for p in module.parameters())
+    """Not counting what stands for a sample, as an embedding of positions, nor a row, as a scale."""
+    return sum(p.ndim >= 2 and len(p) > 1 for p in module.parameters())
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -57,9 +58,19 @@ def _is_norm(name: str, module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False)) and all(p.ndim == 1 for p in module.parameters())
 
 
+def stacks(blocks: Sequence[Named]) -> list[list[Named]]:
+    """Blocks grouped by how their names begin, up to the first index: several towers, an encoder and a decoder are stacks of their own,
+    and so is a stem. Stages of one network are one stack."""
+    found: dict[str, list[Named]] = {}
+    for name, block in blocks:
+        before = re.split(r"(?:^|\.)\d+\.?", name, maxsplit=1)[0]
+        found.setdefault(re.sub(r"\d+", "#", before), []).append((name, block))
+    return list(found.values())
+
+
 def stages(blocks: Sequence[Named]) -> list[list[str]]:
-    """Blocks grouped by the list that they are in, and neighbouring lists of one width together; all of them are one group, unless
-    each is wider than the one before: towers, branches, an encoder and a decoder are no stages."""
+    """The blocks of a stack grouped by the list that they are in, and neighbouring lists of one width together; all of them are one
+    group, unless each is wider than the one before: branches are no stages."""
     lists = [list(group) for _, group in groupby(blocks, lambda named: named[0].rpartition(".")[0])]
     found = [
         (size, [name for blocks in group for name, _ in blocks]) for size, group in groupby(lists, lambda blocks: width(blocks[-1][1]))
@@ -123,14 +134,21 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _paper(blocks: Sequence[Named]) -> list[str]:
-    """Section 8.3: the last two thirds of a plain stack; of four stages, each wider than the one before, the first two whole, of the
-    third the first 6 of 9 (21 of 27), the last exact. The paper's last stages have a sixth of the blocks or less. Where one has more than
-    a third (NesT, ViTamin), it is the stack that the rest leads up to. What has one matrix where others have more is a stem, or embeds."""
-    blocks = [b for b in blocks if _matrices(b[1]) > 1] or blocks
-    groups = stages(blocks)
-    if len(groups) < 3 or 3 * len(groups[-1]) > len(blocks):
-        names = [name for name, _ in blocks]
-        return names[len(names) - math.ceil(len(names) * 2 / 3) :]
+    """Section 8.3, of each stack that has a quarter of the largest one's blocks or more: a smaller one is a stem, or a head.
+    What has one matrix where others have more is a stem, too, or embeds."""
+    found = stacks([b for b in blocks if _matrices(b[1]) > 1] or blocks)
+    most = max(len(stack) for stack in found)
+    chosen = {name for stack in found if 4 * len(stack) >= most for name in _paper_of(stack)}
+    return [name for name, _ in blocks if name in chosen]
+
+
+def _paper_of(stack: list[Named]) -> list[str]:
+    """The last two thirds of a plain stack; of four stages, each wider than the one before, the first two whole, of the third the
+    first 6 of 9 (21 of 27), the last exact. The paper's last stages have a sixth of the blocks or less. Where one has more than a third
+    (NesT), it is the stack that the rest leads up to."""
+    groups = stages(stack)
+    if len(groups) < 3 or 3 * len(groups[-1]) > len(stack):
+        return [name for name, _ in stack[len(stack) - math.ceil(len(stack) * 2 / 3) :]]
     third = groups[-2]
     part = {27: 21}.get(len(third), math.ceil(len(third) * 2 / 3))
     return [name for group in groups[:-2] for name in group] + third[:part]

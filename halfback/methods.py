@@ -110,7 +110,7 @@ class SBP(Method):
     """Stochastic backpropagation: the forward exact, the backward through kept positions only.
 
     keep       the share of positions that gets a gradient through the layers of a block
-    layers     "paper" (the last two thirds of a stack of blocks; of a network in stages all but the last stage and the end of the one
+    layers     "paper" (the last two thirds of each stack of blocks; of a network in stages all but the last stage and the end of the one
                before it), "all", "last 2/3", names, glob patterns, or a function of (name, module)
     sampler    "grid" (the paper's), "random", "frames" (of a video), "fixed"
     ramp       keep over the layers: "uniform", "increasing", "decreasing" around the mean

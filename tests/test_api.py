@@ -158,12 +158,15 @@ def test_the_papers_layers_of_convnext(name, depths, third):
     assert hb.apply_(model, hb.SBP(layers="paper")).blocks == blocks[: 6 + third]
 
 
+def blocks_of(widths, depths):
+    return [nn.ModuleList(nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(d)) for w, d in zip(widths, depths, strict=True)]
+
+
 @pytest.mark.parametrize(
     "widths, depths, chosen",
     [
-        ([8, 8, 8], [3, 3, 3], range(3, 9)),  # three towers, or branches
-        ([16, 8, 16], [3, 3, 3], range(3, 9)),
-        ([8, 16], [3, 3], range(2, 6)),  # two towers
+        ([8, 8, 8], [3, 3, 3], range(3, 9)),  # of one width, as of one list
+        ([16, 8, 16], [3, 3, 3], range(3, 9)),  # branches
         ([8, 16, 24], [3, 3, 3], [0, 1, 2, 3, 4]),  # stages
         ([8, 16, 24], [1, 1, 4], range(2, 6)),  # a stack, and what leads up to it
     ],
@@ -171,8 +174,27 @@ def test_the_papers_layers_of_convnext(name, depths, third):
 def test_stages_are_lists_each_wider_than_the_one_before(widths, depths, chosen):
     """What takes its input from nobody before it is no later stage: by default the last two thirds of all blocks are chosen then. They
     are also where the last stage has most of the blocks."""
-    layers = [[nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(d)] for w, d in zip(widths, depths, strict=True)]
-    model = nn.ModuleDict({"abc"[i]: nn.ModuleList(m) for i, m in enumerate(layers)})
+    model = nn.ModuleDict({"stages": nn.ModuleList(blocks_of(widths, depths))})
+    blocks = [name for name, _ in find_blocks(model)]
+    assert hb.apply_(model, hb.SBP()).blocks == [blocks[i] for i in chosen]
+
+
+@pytest.mark.parametrize(
+    "names, widths, depths, chosen",
+    [
+        (("text.layers", "vision.layers"), [8, 8], [3, 6], [1, 2, *range(5, 9)]),
+        (("encoder.layers", "decoder.layers"), [8, 16], [3, 3], [1, 2, 4, 5]),
+        (("audio2.layers", "adapter.layers", "text1.layers"), [8, 16, 24], [3, 3, 3], [1, 2, 4, 5, 7, 8]),  # no stages
+        (("stem", "blocks", "head"), [8, 8, 8], [1, 6, 1], range(3, 7)),
+        (("stage1", "stage2", "stage3"), [8, 16, 24], [2, 4, 2], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_of_each_stack_the_last_two_thirds_are_chosen(names, widths, depths, chosen):
+    """Of two towers it was all of the one that was registered last, and a third of the other."""
+    model = nn.Module()
+    for name, blocks in zip(names, blocks_of(widths, depths), strict=True):
+        outer, _, inner = name.partition(".")
+        model.add_module(outer, nn.ModuleDict({inner: blocks}) if inner else blocks)
     blocks = [name for name, _ in find_blocks(model)]
     assert hb.apply_(model, hb.SBP()).blocks == [blocks[i] for i in chosen]
 
@@ -182,9 +204,10 @@ def test_a_stem_and_what_embeds_between_stages_are_no_part_of_the_papers_layers(
         def __init__(self, a, b):
             super().__init__()
             self.linear, self.norm = nn.Linear(a, b), nn.LayerNorm(b)
+            self.places = nn.Parameter(torch.zeros(1, 4, b))
 
-    stages = [nn.ModuleList(nn.TransformerEncoderLayer(w, 2, 2 * w) for _ in range(3)) for w in (8, 16, 24)]
-    model = nn.ModuleDict({"embed": nn.ModuleList([Embed(4, 8), Embed(8, 16), Embed(16, 24)]), "stages": nn.ModuleList(stages)})
+    model = nn.ModuleDict({"embed": nn.ModuleList([Embed(4, 8), Embed(8, 16), Embed(16, 24)])})
+    model["stages"] = nn.ModuleList(blocks_of((8, 16, 24), (3, 3, 3)))
     assert len(find_blocks(model)) == 12
     assert hb.apply_(model, hb.SBP()).blocks == [f"stages.{i}" for i in ("0.0", "0.1", "0.2", "1.0", "1.1")]
 
