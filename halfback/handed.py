@@ -12,7 +12,7 @@ import functools
 import logging
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ class Handed:
         now = [(place, _read(place)) for place, _ in self.places]
         put(self.places)
         return now
+
+
+def exchange(tree: Any, which: Callable[[Any], bool], by: Callable[[Any], Any]) -> None:
+    """In the objects of a tree, and what they hold, one thing by another."""
+    for place, had, inside in _walk(tree):
+        if any(which(x) for x in inside):
+            _write(place, [by(x) if which(x) else x for x in had])
 
 
 def put(places: list[tuple[Any, list[Any]]]) -> None:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
 
+from .handed import exchange
 from .methods import SBP, DropIT, Lean, SkipTokens
-from .notes import caution, constant, listen, note, uncompiled
+from .notes import LISTENERS, caution, constant, listen, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .recompute import Recomputed, allow_modes, settle, settled
 from .standins import in_transform
@@ -98,7 +100,7 @@ class State:
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
-        self.grids: tuple[tuple[int, ...], ...] = ()  # of convolutions in this forward, the last one first
+        self.grids: tuple[tuple[tuple[int, ...], str], ...] = ()  # of convolutions in this forward, and where, the last one first
         self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,12 +193,44 @@ class State:
                     f"are {math.prod(m.grid) + (m.always or 0)}."
                 )
             return always, m.grid
-        leading = {n - math.prod(grid): grid for known in reversed(self.grids) for grid in reversed(_pooled(known))}
-        fitting = [number for number in leading if 0 <= number <= MOST_LEADING_TOKENS and m.always in (None, number)]
+        fitting = {}
+        for known, tower in reversed(self.grids):
+            most = MOST_LEADING_TOKENS if block.startswith(tower) else 1  # of another tower's a text may have the length, by chance
+            for grid in reversed(_pooled(known)):
+                number = n - math.prod(grid)
+                if 0 <= number <= most and m.always in (None, number):
+                    fitting[number] = grid
         if fitting:
-            return min(fitting), leading[min(fitting)]
+            return min(fitting), fitting[min(fitting)]
         always = min(n - 1, 1 if m.always is None else m.always)  # the first may be a class token; if not, one position more is kept
         return always, (n - always,)
+
+
+def _turned(owner: str, block: str, first: int, second: int) -> bool:
+    """Do positions come first, and then samples? Where the model was called with (samples, positions), as texts are, and not with this.
+    Once found it is known, so that a compiler takes no length for a constant twice."""
+    if _known(owner, block):
+        return True
+    sizes = _sizes(owner)
+    found = any([first == b and second == a for a, b in sizes]) and not any([first == a and second == b for a, b in sizes])
+    return found and _know(owner, block)
+
+
+@constant
+def _sizes(owner: str) -> tuple[tuple[int, int], ...]:
+    return tuple(LISTENERS[owner].sizes) if owner in LISTENERS else ()
+
+
+@constant
+def _known(owner: str, block: str) -> bool:
+    return owner in LISTENERS and block in LISTENERS[owner].turned
+
+
+@constant
+def _know(owner: str, block: str) -> bool:
+    if owner in LISTENERS:
+        LISTENERS[owner].turned.add(block)
+    return True
 
 
 def _pooled(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -269,6 +303,7 @@ class Begin(Hook):
         if self.idle(module):
             return None
         self.state.finish()  # what a forward that was cut left, and convolutions that a backward pass ran again
+        self.state.report.called(tree_leaves((args, kwargs)))
         self.state.open = True
         self.state.start()  # here, and not in a block that is compiled by itself: computed again in a backward pass, it would draw anew
         return None
@@ -282,17 +317,23 @@ class End(Hook):
             return None
         self.state.open = False
         self.state.finish()
+        if not torch.compiler.is_compiling():
+            exchange(output, lambda x: isinstance(x, Streams), merge)  # in a cache
         return merge_all(output) if contains(output) else None
 
 
 class Grid(Hook):
     """After a convolution outside of the chosen blocks: its output's shape may be the grid that tokens come from."""
 
+    def __init__(self, state: State, name: str, tower: str):
+        super().__init__(state, name)
+        self.tower = tower  # how names begin of the blocks that stand nearest to it
+
     def __call__(self, module, args, output):
         if self.idle(module) or not isinstance(output, Tensor):
             return None
-        grid = tuple(output.shape[2:])
-        self.state.grids = (grid, *[g for g in self.state.grids if g != grid])
+        found = (tuple(output.shape[2:]), self.tower)
+        self.state.grids = (found, *[g for g in self.state.grids if g != found])
         return None
 
 
@@ -300,7 +341,7 @@ class Plain(Hook):
     """Before an opaque module: it gets tensors."""
 
     def __call__(self, module, args, kwargs):
-        if self.idle(module):
+        if not (contains(args) or contains(kwargs)):  # whether a gradient is asked for here, or not
             return None
         return merge_all(args), merge_all(kwargs)
 
@@ -355,7 +396,7 @@ class Enter(Hook):
         if x.ndim == 3 and x.shape[1] in self.lines and x.shape[2] not in self.lines:
             return 2, 1
         if x.ndim == 3:
-            return (1, 1) if self.batch_first else (0, 1)
+            return (1, 1) if self.batch_first and not _turned(self.state.owner, self.name, *x.shape[:2]) else (0, 1)
         first = x.shape[1] in self.channels or (x.shape[1] in self.widths and x.shape[-1] not in self.widths)
         return (2, x.ndim - 2) if first else (1, x.ndim - 2)
 
@@ -398,7 +439,8 @@ class Leave(Hook):
         if trunk is None or trunk.span > 1 or trunk.outer > 1 or not (isinstance(merged, Tensor) and merged.requires_grad):
             return
         at, axis = trunk.at, trunk.axis
-        if axis != merged.ndim - 2 or merged.shape[axis] != at.n or at.n < 3:  # features are not last, or this is another output
+        last = axis == merged.ndim - 2 or (axis == 0 and merged.ndim == 3)
+        if not last or merged.shape[axis] != at.n or at.n < 3:  # features are not last, or this is another output
             return
 
         def look(grad: Tensor) -> None:
@@ -411,6 +453,8 @@ class Leave(Hook):
             each = reached.sum(-1)
             if not each.any():
                 return  # as behind a head that begins with zeros
+            if ("cut", "") not in self.state.report.notes:
+                return  # exact so far
             by_chance = each.max() == 1 and reached[:, at.always :].any()
             self.alone = self.alone + 1 if by_chance else 0
             self.looked = self.alone in (0, LOOKS)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import blocks as finding
@@ -28,6 +28,7 @@ from .recompute import Recomputed
 from .standins import Known, Standin, standins
 from .watch import Row, Unseen, Watch, Watched, choose_layers
 
+SIZES = 64  # of what a model was called with, the last ones
 TOLD = {  # what a report says of a kind of note: of what, and in which blocks
     "merged": "merged, exactly, at {} in {}",
     "dense": "dense, output split again, at {} in {}",
@@ -51,11 +52,17 @@ class Report:
     after: int | None = None
     notes: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     plan: Any = None  # the plan that the methods come from
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # of what the model was called with: samples, and what comes next
+    turned: set[str] = field(default_factory=set)  # blocks whose inputs have positions first, and then samples
 
     def hear(self, block: str, kind: str, what: str) -> None:
         where = self.notes.setdefault((kind, what), [])
         if block not in where:
             where.append(block)
+
+    def called(self, inputs: list[Any]) -> None:
+        found = [(t.shape[0], t.shape[1]) for t in inputs if isinstance(t, Tensor) and t.ndim > 1]
+        self.sizes = [*(size for size in self.sizes if size not in found), *dict.fromkeys(found)][-SIZES:]
 
     def account(self, rows: list[Row]) -> None:
         if self.before is None:
@@ -289,7 +296,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
         modules[name].register_forward_pre_hook(Around(state, True))
         modules[name].register_forward_hook(Around(state, False, whole=all(c.startswith(f"{name}.") for c in chosen)))
     for name in _maps(model, chosen):
-        modules[name].register_forward_hook(Grid(state, name))
+        modules[name].register_forward_hook(Grid(state, name, _tower(name, [*order, *chosen])))
     for name in opaque:
         modules[name].register_forward_pre_hook(Plain(state, name), with_kwargs=True)
     for name in chosen:
@@ -298,6 +305,17 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
         if any(m._backward_hooks or m._backward_pre_hooks for m in modules[name].modules()):
             report.hear(name, "unseen", "backward hooks of its modules, which do not fire on streams")
     return state
+
+
+def _tower(name: str, blocks: list[str]) -> str:
+    """With which parts the name of a module begins, and those of the blocks that stand nearest to it."""
+    parts = name.split(".")[:-1]
+    return max((_common(parts, block.split(".")) for block in blocks), key=len, default="")
+
+
+def _common(a: list[str], b: list[str]) -> str:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return "".join(f"{part}." for part, _ in same)
 
 
 def _stack(name: str) -> str:

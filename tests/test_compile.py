@@ -74,6 +74,42 @@ def test_other_models_compile_too(name):
     assert compiled_against_eager(model, batch, 2) < 1e-5
 
 
+class PositionsFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, norm_first=True) for _ in range(3))
+        for block in self.blocks:
+            block.self_attn = Own(16)  # which does not say where its samples are
+
+    def forward(self, tokens):
+        x = self.embed(tokens).transpose(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).transpose(0, 1)
+
+
+class Own(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+
+    def forward(self, x, *_, **__):
+        x = super().forward(x).transpose(0, 1)
+        return F.scaled_dot_product_attention(x, x, x).transpose(0, 1), None
+
+
+def test_positions_that_come_first_are_found_in_every_length():
+    torch.manual_seed(0)
+    model = PositionsFirst().train()
+    report = hb.apply_(model, hb.SBP(0.5, layers="all"))
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (12, 20, 28):
+        fast(torch.randint(50, (3, length))).square().mean().backward()
+    drew = {text.partition(" ")[0] for text in report.positions}
+    assert drew >= {"11", "19"} and "2" not in drew, drew
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
 def compiled_gradients(model, batch):
     torch._dynamo.reset()
     model.zero_grad()

@@ -670,6 +670,11 @@ def test_llama_with_its_cache_trains():
     model.config.use_cache = True
     state(model).step.zero_()
     assert all(torch.equal(g, without[k]) for k, g in gradients(model, batch).items())
+    cache = model(**batch).past_key_values
+    hb.remove_(model)
+    for mine, plain in zip(cache.layers, model(**batch).past_key_values.layers, strict=True):
+        assert type(mine.keys) is type(mine.values) is torch.Tensor, "what a model returns are tensors, in a cache too"
+        torch.testing.assert_close((mine.keys, mine.values), (plain.keys, plain.values), rtol=1e-5, atol=1e-5)
 
 
 def test_unfused_attention_keeps_its_gradients():
@@ -770,6 +775,21 @@ def test_what_cannot_be_seen_raises_and_opaque_is_the_way_round():
     assert all((after[k] != 0).any() for k in exact), "every parameter still gets a gradient"
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["in eval mode", "without gradients"])
+def test_an_opaque_module_gets_tensors_whatever_mode_it_is_in(frozen):
+    model, x = own_model(Hidden), torch.randn(2, 21, 8)
+    for block in model[1]:
+        block.gate.eval()
+        if not frozen:
+            block.gate.forward = torch.no_grad()(block.gate.forward)
+    plain = model(x)
+    hb.apply_(model, hb.SBP(0.5, layers="all", opaque=["*.gate"]))
+    out = model(x)
+    assert torch.allclose(out, plain, atol=1e-6)
+    out.pow(2).mean().backward()
+    assert all((block.two.weight.grad != 0).any() for block in model[1])
+
+
 class Odd(nn.Module):
     """A block with an operation that mixes positions in a way nobody knows: a sort."""
 
@@ -815,10 +835,10 @@ def test_a_loss_that_reads_one_position_is_told(text, warned, caplog):
     assert not warned or "as layers='first 2/3', or use Lean" in said[0]
 
 
-def reading_one(*losses):
+def reading_one(*losses, first=True, block=nn.TransformerEncoderLayer):
     """What is told of these losses of a stack of blocks, one after the other."""
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)]
+    layers = [block(16, 2, 32, dropout=0.0, batch_first=first) for _ in range(4)]
     model = nn.Sequential(*layers).train()
     report = hb.apply_(model, hb.SBP(keep=0.5))
     for loss in losses:
@@ -860,6 +880,22 @@ def batched(model):
 )
 def test_a_single_position_is_told_when_three_losses_in_a_row_read_one(losses, warned):
     assert reading_one(*losses) == warned
+
+
+def last_of_the_first(model):
+    model(torch.randn(12, 2, 16))[-1].square().sum().backward()
+
+
+class Branch(nn.TransformerEncoderLayer):
+    """Without a join nothing is cut, and all of it has a gradient whatever is read."""
+
+    def forward(self, x):
+        return self.norm1(self.self_attn(x, x, x)[0])
+
+
+def test_positions_may_come_first_and_where_nothing_is_cut_any_may_be_read():
+    assert reading_one(*[last_of_the_first] * 3, first=False)
+    assert not reading_one(*[last] * 3, block=Branch)
 
 
 def test_what_is_read_is_not_asked_of_tensors_without_contents():

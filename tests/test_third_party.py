@@ -61,6 +61,26 @@ def t5():
     return of_transformers("T5", "ConditionalGeneration", inputs, **sizes, use_cache=False)
 
 
+def xlnet():
+    sizes = {"d_model": 24, "n_layer": 3, "n_head": 2, "d_inner": 48, "vocab_size": 100, "dropout": 0.0}
+    return of_transformers("XLNet", "SequenceClassification", **sizes, num_labels=5)
+
+
+def fsmt():
+    sizes = {"d_model": 24, "src_vocab_size": 100, "tgt_vocab_size": 100, "langs": ["en", "de"], "dropout": 0.0, "use_cache": False}
+    parts = {f"{part}_{k}": n for part in ("encoder", "decoder") for k, n in (("layers", 3), ("attention_heads", 2), ("ffn_dim", 48))}
+    inputs = {"input_ids": zoo.tokens(24), "decoder_input_ids": zoo.tokens(16)}
+    return of_transformers("FSMT", "ConditionalGeneration", inputs, **sizes, **parts)
+
+
+def clip():
+    """A text as long as four tokens and the grid of the images."""
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"text_config": {**SIZES, "vocab_size": 100}, "vision_config": {**SIZES, "image_size": 32, "patch_size": 8}}
+    return CLIPModel(CLIPConfig(**sizes, projection_dim=12)), {"input_ids": zoo.tokens(20), "pixel_values": zoo.images(32)}
+
+
 def wav2vec2():
     torch.manual_seed(1)
     sizes = {**SIZES, "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "classifier_proj_size": 24, "num_labels": 5}
@@ -205,7 +225,7 @@ def einops_cct():
     return CCT(**sizes, attention_dropout=0.0, stochastic_depth_rate=0.0), (zoo.images(32),)
 
 
-TRANSFORMERS = [vit_mae, qwen3, olmo, gemma3, mamba, t5, wav2vec2, swin, convnext_v2, segformer]
+TRANSFORMERS = [vit_mae, qwen3, olmo, gemma3, mamba, t5, xlnet, fsmt, wav2vec2, swin, convnext_v2, segformer]
 TIMM = [pit, crossvit, eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
 TORCHVISION = [tv_swin, tv_swin_v2, tv_swin_3d, resnet, efficientnet]
 EINOPS = [einops_vit, einops_cct]
@@ -281,6 +301,22 @@ def test_class_tokens_are_always_kept_wherever_tokens_come_from(make, leading, g
     report = hb.apply_(model, hb.SBP(keep=0.5))
     assert [reached() for _ in range(4)] == [plain] * 4
     assert len([text for text in report.positions if f"after {leading} that are always kept" in text]) == grids
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (xlnet, ["23 positions after 1 that are always kept"]),  # (positions, samples, features), of blocks that do not say so
+        (fsmt, ["23 positions after 1 that are always kept", "15 positions after 1 that are always kept"]),
+        (clip, ["4x4 positions after 1 that are always kept", "19 positions after 1 that are always kept"]),  # no image, of a text
+    ],
+)
+def test_positions_are_found(make, found):
+    """In XLNet and FSMT it was the samples that were kept or dropped."""
+    model, batch = make()
+    report = hb.apply_(model.train(), hb.SBP(keep=0.5))
+    model(**batch)
+    assert sorted(text.partition(";")[0] for text in report.positions) == sorted(found)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
