@@ -616,8 +616,10 @@ def seen(func: Callable) -> Callable:
 
 
 def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if name in REFUSED or not torch.is_grad_enabled():
+    if name in REFUSED:
         _refuse(name, find((*args, *kwargs.values())))
+    if not torch.is_grad_enabled() and name not in ASKING:
+        return _constant(name, func, args, kwargs)
     plain, reverse, inplace, handler, func = (_way if is_compiling() else _known_way)(name, func)
     inplace = inplace or bool(kwargs and kwargs.get("inplace"))
     target = args[0] if args else None
@@ -636,12 +638,40 @@ def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
                 _mark(result)
             return _assign(target, result, name) if inplace else result
     if inplace:
-        first: Any = find((*args, *kwargs.values()))
-        raise RuntimeError(
-            f"{first.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in "
-            "opaque=[...]."
-        )
+        raise _in_place(name, target)
     return NotImplemented
+
+
+def _in_place(name: str, x: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{x.site.block}: halfback cannot run {name}() in place on streams. Use its out-of-place form, or name the module in opaque=[...]."
+    )
+
+
+def _constant(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """With gradients switched off, by no_grad: it has none in the plain model either, and is a tensor from here on. A custom Function
+    switches them off, too, and would lose them."""
+    first: Any = find((*args, *kwargs.values()))
+    if is_compiling() or _in_function():
+        raise RuntimeError(
+            f"{first.site.block or 'a block'} calls {name}() on activations with gradients switched off: in a custom autograd.Function, "
+            "reentrant checkpointing, or compiled code, halfback cannot see what becomes of their gradients. Name the module in "
+            "SBP(opaque=[...]) so that it gets plain tensors; for checkpointing use use_reentrant=False."
+        )
+    if args and isinstance(args[0], Streams) and (_plain_name(name)[2] or kwargs.get("inplace")):
+        raise _in_place(name, args[0])
+    return seen(func)(*merge_all(args), **merge_all(kwargs))
+
+
+def _in_function() -> bool:
+    """Does a custom Function run, of which this may be the forward?"""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
+APPLY = torch.autograd.Function.apply.__code__
 
 
 def _way(name: str, func: Callable) -> tuple[str, bool, bool, Callable | None, Callable]:
@@ -655,19 +685,11 @@ _known_way = functools.cache(_way)
 
 
 def _refuse(name: str, first: Any) -> None:
-    """What would lose gradients, or hooks, without a word."""
-    block = first.site.block or "a block"
-    if not torch.is_grad_enabled() and name not in ASKING:
-        raise RuntimeError(
-            f"{block} calls {name}() on activations with gradients switched off: in a custom autograd.Function, a no_grad block, a hook or "
-            "reentrant checkpointing, halfback cannot see what becomes of their gradients. Name the module in SBP(opaque=[...]) so that "
-            "it gets plain tensors; for checkpointing use use_reentrant=False; for logging, leave out no_grad and detach the result."
-        )
-    if name in REFUSED:
-        raise RuntimeError(
-            f"{block}: {name}() on an activation inside a chosen block would never be called: it is held as two streams. Name the module "
-            "in SBP(opaque=[...]), or leave its block out of layers=."
-        )
+    """What would lose hooks without a word."""
+    raise RuntimeError(
+        f"{first.site.block or 'a block'}: {name}() on an activation inside a chosen block would never be called: it is held as two "
+        "streams. Name the module in SBP(opaque=[...]), or leave its block out of layers=."
+    )
 
 
 def _positional(plain: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

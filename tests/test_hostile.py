@@ -69,6 +69,8 @@ FINE = {
     "einsum": lambda m, x: x + torch.einsum("bnd,ed->bne", m.norm(x), m.a.weight),
     "dropout in place": lambda m, x: x + F.dropout(m.branch(x), 0.0, True, True),
     "checkpointed part": lambda m, x: x + checkpoint(lambda z: m.branch(z), x, use_reentrant=False),
+    "looked at without gradients": lambda m, x: looked_at(m, x),
+    "chosen without gradients": lambda m, x: chosen_without(m, x),
     "transposed": lambda m, x: x + m.branch(x.mT.mT).permute(2, 1, 0).movedim(0, -1).transpose(0, 1),
 }
 
@@ -118,6 +120,26 @@ def hooked(m, x):
 def looked_at(m, x):
     with torch.no_grad():
         m.seen = x.abs().mean()
+        m.ema = torch.zeros(D, dtype=x.dtype)
+        m.ema.lerp_(m.norm(x).mean((0, 1)), 0.5)
+    return x + m.branch(x)
+
+
+@torch.no_grad()
+def best(m, x):
+    """Which positions an attention that chooses them looks at."""
+    return (m.a(x) @ m.b(x).transpose(1, 2)).topk(4, -1).indices
+
+
+def chosen_without(m, x):
+    y = m.branch(x)
+    kept = torch.zeros(2, N, N, dtype=x.dtype).scatter(2, best(m, x), 1.0)
+    return x + kept @ y * (1 - best(m, x)[..., :1].type_as(x) / N)
+
+
+def changed_without(m, x):
+    with torch.no_grad():
+        x.mul_(2.0)
     return x + m.branch(x)
 
 
@@ -128,10 +150,12 @@ REFUSED = {
     "zeroed": (lambda m, x: x + m.branch(x).zero_(), r"cannot run zero_\(\) in place"),
     "tensor hook": (hooked, r"register_hook\(\) .* would never be called"),
     "custom function": (lambda m, x: x + Reverse.apply(m.branch(x), m.g), "opaque="),
-    "no_grad": (looked_at, "for logging"),
+    "in place without gradients": (changed_without, r"cannot run mul_\(\) in place"),
+    "reentrant": (lambda m, x: x + checkpoint(m.branch, x, use_reentrant=True), "use_reentrant=False"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_wrong_in_silence_is_refused(case):
     body, message = REFUSED[case]
@@ -139,6 +163,18 @@ def test_what_would_be_wrong_in_silence_is_refused(case):
     hb.apply_(model, hb.SBP(0.5, layers="all"))
     with pytest.raises(RuntimeError, match=message):
         model(x)
+
+
+def test_what_is_looked_at_without_gradients_is_what_the_plain_model_sees():
+    model, x = model_of(looked_at), torch.randn(2, N, 3, dtype=torch.float64)
+    model(x)
+    plain = [(block.seen, block.ema) for block in model[1]]
+    report = hb.apply_(model, hb.SBP(0.5, layers="all"))
+    model(x).sum().backward()
+    for block, was in zip(model[1], plain, strict=True):
+        torch.testing.assert_close((block.seen, block.ema), was)
+        assert not block.seen.requires_grad
+    assert not report.merged, "no gradient is lost there, and nothing held"
 
 
 def test_a_frozen_input_does_not_hide_a_custom_function():
