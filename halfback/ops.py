@@ -255,6 +255,23 @@ REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp", "prod")
 KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
 
 
+def vector_norm(name, func, args, kwargs):
+    """Over all positions: the norm of both parts' norms. Their merged copy would be held beside them."""
+    x, order = args[0], _argument(args, kwargs, 1, "p" if name == "norm" else "ord", 2)
+    order = 2 if order == "fro" else order
+    dim = _argument(args, kwargs, 2, "dim")
+    dims = [] if dim is None or not isinstance(x, Streams) else sorted(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
+    if not dims or order not in (1, 2, math.inf) or x.outer != 1 or absent(x) or len(args) > 4 or "dtype" in kwargs or "out" in kwargs:
+        return NotImplemented
+    if dims != list(range(x.axis, x.axis + x.span)):
+        return NotImplemented
+    norms = torch.stack([func(part, order, x.axis) for part in (x.kept, x.dropped)])
+    out = torch.linalg.vector_norm(norms, order, 0)
+    for d in dims if _argument(args, kwargs, 3, "keepdim", False) else ():
+        out = out.unsqueeze(d)
+    return out
+
+
 def pieces(name, func, args, kwargs):
     """chunk, split, tensor_split, narrow: along an axis that is no position."""
     x = args[0]
@@ -576,6 +593,7 @@ TABLE |= {
     **dict.fromkeys(PER_PART, per_part),
     **dict.fromkeys(BLANK, blank),
     **dict.fromkeys(REDUCTIONS + KEEPING, along),
+    **dict.fromkeys(["norm", "linalg_vector_norm"], vector_norm),
     **dict.fromkeys(["layer_norm", "rms_norm"], norm),
     **dict.fromkeys(["conv1d", "conv2d", "conv3d"], convolution),
     **dict.fromkeys(["matmul", "bmm"], matmul),

@@ -69,6 +69,7 @@ FINE = {
     "einsum": lambda m, x: x + torch.einsum("bnd,ed->bne", m.norm(x), m.a.weight),
     "dropout in place": lambda m, x: x + F.dropout(m.branch(x), 0.0, True, True),
     "checkpointed part": lambda m, x: x + checkpoint(lambda z: m.branch(z), x, use_reentrant=False),
+    "a norm over positions": lambda m, x: x + m.branch(x) * m.a(x).norm(p=2, dim=1, keepdim=True),
     "looked at without gradients": lambda m, x: looked_at(m, x),
     "chosen without gradients": lambda m, x: chosen_without(m, x),
     "transposed": lambda m, x: x + m.branch(x.mT.mT).permute(2, 1, 0).movedim(0, -1).transpose(0, 1),
@@ -163,6 +164,30 @@ def test_what_would_be_wrong_in_silence_is_refused(case):
     hb.apply_(model, hb.SBP(0.5, layers="all"))
     with pytest.raises(RuntimeError, match=message):
         model(x)
+
+
+NORMS = {  # each with the same, written so that it is merged
+    "of a vector": (lambda y: torch.linalg.vector_norm(y, dim=1, keepdim=True), lambda y: y.square().sum(1, True).sqrt()),
+    "of a tensor": (lambda y: y.norm(dim=(1,))[:, None], lambda y: y.square().sum(1, True).sqrt()),
+    "sums": (lambda y: torch.linalg.vector_norm(y, 1, -2, True), lambda y: y.abs().sum(1, True)),
+    "largest": (lambda y: torch.linalg.vector_norm(y, torch.inf, dim=[1], keepdim=True), lambda y: y.abs().amax(1, True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+@pytest.mark.parametrize("case", NORMS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_norm_over_positions_has_the_gradients_of_a_merged_one(case, compiled):
+    found, x = [], torch.randn(2, N, 3, dtype=torch.float64)
+    for norm in NORMS[case]:
+        model = model_of(lambda m, x, norm=norm: x + m.branch(x) * norm(m.a(x)))
+        report = hb.apply_(model, hb.SBP(0.5, layers="all", seed=3))
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        run(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert bool(report.merged) == (norm is NORMS[case][1])
+    for mine, merged in zip(*found, strict=True):
+        torch.testing.assert_close(mine, merged, rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_looked_at_without_gradients_is_what_the_plain_model_sees():
