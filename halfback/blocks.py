@@ -29,7 +29,7 @@ def find_blocks(model: nn.Module) -> list[Named]:
     found = [(name, module) for name, module in model.named_modules() if id(module) in listed and _is_block(module)]
     kinds = Counter(type(block) for _, block in found)
     found = [(name, block) for name, block in found if kinds[type(block)] > 1]
-    found = [(name, block) for name, block in found if _matrices(block) > 1 or not _within(name, found)]
+    found = [(name, block) for name, block in found if matrices(block) > 1 or not _within(name, found)]
     outer = {name for name, _ in found if any(_within(inner, [(name, None)]) for inner, _ in found)}
     return [(name, block) for name, block in found if name not in outer]
 
@@ -38,7 +38,7 @@ def _within(name: str, others: Sequence[tuple[str, Any]]) -> bool:
     return any(name.startswith(other + ".") for other, _ in others)
 
 
-def _matrices(module: nn.Module) -> int:
+def matrices(module: nn.Module) -> int:
     """Not counting what stands for a sample, as an embedding of positions, nor a row, as a scale."""
     return sum(p.ndim >= 2 and len(p) > 1 for p in module.parameters())
 
@@ -46,7 +46,7 @@ def _matrices(module: nn.Module) -> int:
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, LISTS) or not any(True for _ in module.children()):
         return False
-    return _matrices(module) > 0 and any(_is_norm(name, m) for name, m in module.named_modules())
+    return matrices(module) > 0 and any(_is_norm(name, m) for name, m in module.named_modules())
 
 
 def _is_norm(name: str, module: nn.Module) -> bool:
@@ -136,7 +136,7 @@ def _modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _paper(blocks: Sequence[Named]) -> list[str]:
     """Section 8.3, of each stack that has a quarter of the largest one's blocks or more: a smaller one is a stem, or a head.
     What has one matrix where others have more is a stem, too, or embeds."""
-    found = stacks([b for b in blocks if _matrices(b[1]) > 1] or blocks)
+    found = stacks([b for b in blocks if matrices(b[1]) > 1] or blocks)
     most = max(len(stack) for stack in found)
     chosen = {name for stack in found if 4 * len(stack) >= most for name in _paper_of(stack)}
     return [name for name, _ in blocks if name in chosen]
@@ -173,10 +173,10 @@ def shrinks(model: nn.Module, blocks: Sequence[Named]) -> dict[str, tuple[int, .
     return out
 
 
-def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of any modules that the patterns mean; each has to match."""
-    names, patterns = [name for name, _ in model.named_modules() if name], patterns_of(patterns, "opaque")
+def matching_modules(model: nn.Module, patterns: Sequence[str], field: str, named: bool = True) -> list[str]:
+    """Names of any modules that the patterns of a method's field mean; each has to match, where a user named it."""
+    names, patterns = [name for name, _ in model.named_modules() if name], patterns_of(patterns, field)
     for p in patterns:
-        if not any(fnmatch.fnmatchcase(name, p) for name in names):
-            raise ValueError(f"apply_(): opaque={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
+        if named and not any(fnmatch.fnmatchcase(name, p) for name in names):
+            raise ValueError(f"apply_(): {field}={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
     return _modules(model, patterns)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .attention import attend, multi_head
 from .notes import note
@@ -32,6 +33,7 @@ from .streams import (
     seen,
     split,
     split_parts,
+    unfold,
 )
 
 
@@ -57,8 +59,11 @@ def _share(t: Tensor, like: Streams) -> tuple[Tensor, Tensor] | None:
     if all([s == 1 for s in sizes]):
         t = t.flatten(first, first + like.span - 1)
         return t, t
-    if like.outer != 1:
-        return None
+    if like.outer != 1:  # the batch is folded into the positions
+        if sizes != tuple(like.extents):
+            return None
+        parts = split_parts(unfold(t, first, (like.outer, like.at.n)), like.at, first + 1)
+        return parts[0].flatten(first, first + 1), parts[1].flatten(first, first + 1)
     if sizes != tuple(like.extents):
         t = t.expand(*t.shape[:first], *like.extents, *t.shape[first + like.span :])
     return split_parts(t.flatten(first, first + like.span - 1), like.at, first)
@@ -119,6 +124,8 @@ def _argument(args: tuple, kwargs: dict, place: int, name: str, default: Any = N
 
 def pointwise(name, func, args, kwargs):
     """Each position by itself, broadcasting."""
+    if name == "where" and len(args) == 1:  # nonzero's indices
+        return NotImplemented
     streams = streams_in((*args, *kwargs.values()) if kwargs else args)
     like = streams[0]
     for other in streams[1:]:
@@ -253,6 +260,34 @@ def along(name, func, args, kwargs):
 
 REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp", "prod")
 KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
+
+
+CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1, "gather": 1}  # where their axis is given
+LAST = ("topk", "sort", "argsort")  # along which they go, unless told
+
+
+def choosing(name, func, args, kwargs):
+    """Along an axis that is no position: which values are largest, and values by such indices."""
+    x, place = args[0], CHOOSING[name]
+    dim = _argument(args, kwargs, place, "dim", -1 if name in LAST else None)
+    axis = part_axis(x, dim) if isinstance(x, Streams) and isinstance(dim, int) and not isinstance(dim, bool) else None
+    if axis is None or "out" in kwargs:
+        return NotImplemented
+    rest = {k: v for k, v in kwargs.items() if k != "dim"}
+    if name == "gather":
+        index = _argument(args, kwargs, 2, "index")
+        if not isinstance(index, Streams) or not same_layout(x, index) or len(args) > 3 or "sparse_grad" in kwargs:
+            return NotImplemented
+        (kept, dropped), (at_kept, at_dropped) = x.taken_apart(), index.taken_apart()
+        return x.like(func(kept, axis, at_kept), None if absent(x) else on_dropped(func, dropped, axis, at_dropped))
+    gone = name in ("max", "min", "argmax", "argmin") and not _argument(args, kwargs, 2, "keepdim", False) and axis < x.axis
+    if name == "topk":
+        k = args[1] if len(args) > 1 else rest.pop("k")
+        made = both(x, lambda part: func(part, k, axis, *args[3:], **rest), axis=x.axis - gone)
+    else:
+        made = both(x, lambda part: func(part, axis, *args[2:], **rest), axis=x.axis - gone)
+    kind = getattr(torch.return_types, name, None)
+    return made if kind is None or is_compiling() else kind(made)
 
 
 def vector_norm(name, func, args, kwargs):
@@ -593,6 +628,7 @@ TABLE |= {
     **dict.fromkeys(PER_PART, per_part),
     **dict.fromkeys(BLANK, blank),
     **dict.fromkeys(REDUCTIONS + KEEPING, along),
+    **dict.fromkeys(CHOOSING, choosing),
     **dict.fromkeys(["norm", "linalg_vector_norm"], vector_norm),
     **dict.fromkeys(["layer_norm", "rms_norm"], norm),
     **dict.fromkeys(["conv1d", "conv2d", "conv3d"], convolution),

@@ -383,7 +383,7 @@ class Recomputed(Standin):
                 for i in (0, 1):
                     one, named = _samples(i, i + 1, (args, kwargs), samples)
                     pairs = zip(tree_leaves(pair), tree_leaves(self.plain(*one, **named)), strict=True)
-                    same = same and all(_close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
+                    same = same and all(close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
             except (RuntimeError, ValueError) as e:
                 if changed:
                     raise ValueError(SHARED.format(self.parts, self.name)) from e
@@ -470,6 +470,6 @@ def _joined(outs: list, name: str) -> Any:
     raise ValueError(f"Recompute(parts=...): {name} returns {type(outs[0]).__name__}, whose parts cannot be joined. Leave parts=1 for it.")
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
     loose = 0.05 if a.dtype in (torch.float16, torch.bfloat16) else 1e-3
     return a.shape == b.shape and bool((a - b).abs().max() <= loose * b.abs().max() + 1e-6)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import blocks as finding
+from .apart import Apart
 from .heads import LEAST, Spared, bodies, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, State
-from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
+from .methods import EXPERTS, METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .recompute import Recomputed
 from .standins import Known, Standin, standins
@@ -183,9 +184,11 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     chunked = next((m for m in methods if isinstance(m, ChunkedLoss)), None)
     heads = _heads(model, found) if chunked else []
     modules = dict(model.named_modules())
-    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()))]
+    opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()), "opaque")]
 
     streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
+    wanted = getattr(streamed, "apart", EXPERTS)
+    apart = finding.matching_modules(model, wanted, "apart", named=wanted != EXPERTS) if streamed else []
     chosen = picks[type(streamed)] if streamed and min(streamed.keeps) < 1 else []  # who keeps everything is exact
     again = next((m for m in methods if isinstance(m, Recompute)), None)
     recomputed = picks.get(Recompute, [])
@@ -205,6 +208,9 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         for name in recomputed:
             block = modules[name]
             block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds, report)
+        for name in apart:
+            if any(name.startswith(f"{block}.") for block in chosen):
+                modules[name].forward = Apart(modules[name], name, wanted != EXPERTS, modules[name].__dict__.get("forward"))
         for block in (modules[name] for name in chosen):
             if not isinstance(block.__dict__.get("forward"), Standin):
                 block.forward = Known(block, block.__dict__.get("forward"))

@@ -69,6 +69,12 @@ FINE = {
     "einsum": lambda m, x: x + torch.einsum("bnd,ed->bne", m.norm(x), m.a.weight),
     "dropout in place": lambda m, x: x + F.dropout(m.branch(x), 0.0, True, True),
     "checkpointed part": lambda m, x: x + checkpoint(lambda z: m.branch(z), x, use_reentrant=False),
+    "chosen features": lambda m, x: x + torch.zeros_like(x).scatter(2, m.a(x).topk(2, -1).indices, m.branch(x).topk(k=2).values),
+    "sorted features": lambda m, x: x + m.branch(x).gather(2, m.a(x).sort(descending=True)[1]) * m.a(x).max(-1, True).values,
+    "best feature": lambda m, x: x + m.branch(x) * m.a(x).amax(-1, True) * m.b(x).min(2)[0].sigmoid()[..., None],
+    "argmax": lambda m, x: x + m.branch(x) * F.one_hot(m.a(x).argmax(-1), D),
+    "where": lambda m, x: x + m.branch(x).index_put((torch.where(m.a(x) > 9)), torch.zeros((), dtype=x.dtype)),
+    "a folded plain tensor": lambda m, x: x + (m.branch(x).view(-1, D) * torch.arange(2.0 * N).to(x)[:, None]).view(x.shape),
     "a norm over positions": lambda m, x: x + m.branch(x) * m.a(x).norm(p=2, dim=1, keepdim=True),
     "looked at without gradients": lambda m, x: looked_at(m, x),
     "chosen without gradients": lambda m, x: chosen_without(m, x),
@@ -178,6 +184,7 @@ NORMS = {  # each with the same, written so that it is merged
 @pytest.mark.parametrize("case", NORMS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_norm_over_positions_has_the_gradients_of_a_merged_one(case, compiled):
+    torch._dynamo.reset()
     found, x = [], torch.randn(2, N, 3, dtype=torch.float64)
     for norm in NORMS[case]:
         model = model_of(lambda m, x, norm=norm: x + m.branch(x) * norm(m.a(x)))

@@ -42,6 +42,20 @@ def qwen3():
     return of_transformers("Qwen3", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12)
 
 
+def mixtral():
+    return of_transformers("Mixtral", "CausalLM", **TEXT, num_key_value_heads=1, num_local_experts=4)
+
+
+def deepseek_v3():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    heads = {"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    return of_transformers("DeepseekV3", "CausalLM", **TEXT, **experts, **heads, num_key_value_heads=2, moe_intermediate_size=32)
+
+
+def gpt_oss():
+    return of_transformers("GptOss", "CausalLM", **TEXT, num_key_value_heads=1, head_dim=12, num_local_experts=4, num_experts_per_tok=2)
+
+
 def olmo():
     """Its norms have no weights."""
     return of_transformers("Olmo", "CausalLM", **TEXT, eos_token_id=None)
@@ -225,7 +239,7 @@ def einops_cct():
     return CCT(**sizes, attention_dropout=0.0, stochastic_depth_rate=0.0), (zoo.images(32),)
 
 
-TRANSFORMERS = [vit_mae, qwen3, olmo, gemma3, mamba, t5, xlnet, fsmt, wav2vec2, swin, convnext_v2, segformer]
+TRANSFORMERS = [vit_mae, qwen3, mixtral, deepseek_v3, gpt_oss, olmo, gemma3, mamba, t5, xlnet, fsmt, wav2vec2, swin, convnext_v2, segformer]
 TIMM = [pit, crossvit, eva02, mixer, beit, timm_swin, timm_convnext_v2, davit, edgenext, coatnet]
 TORCHVISION = [tv_swin, tv_swin_v2, tv_swin_3d, resnet, efficientnet]
 EINOPS = [einops_vit, einops_cct]
