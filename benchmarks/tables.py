@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -257,6 +258,46 @@ def plan_table() -> str:
 
 
 MODELS = {"ViT-B/16": "at batch 256", "ConvNeXt-T": "at batch 256", "GPT-2": "at 16 x 1024 tokens"}
+ROUNDING = 1e-3  # of the largest value: mistakes are larger, and models cast to single precision inside
+VERDICTS = {
+    "wrong": "**other results**",
+    "fine": "as it should be",
+    "uncut": "nothing to cut",
+    "none": "no blocks found",
+    "error": "refused",
+}
+
+
+def verdict(r: dict) -> str:
+    """What came of a method on somebody's model."""
+    if "error" in r:
+        return "none" if "no blocks found" in r["error"] else "error"
+    if r["forward"] > ROUNDING or r.get("gradients", 0) > ROUNDING or r.get("lost"):
+        return "wrong"
+    return "uncut" if r.get("uncut") else "fine"
+
+
+def third_party_table(found: list[dict] | None = None) -> str:
+    """Of all kinds of models that benchmarks/third_party.py ran: how many a method leaves what they are."""
+    found = read(RESULTS / "third_party.jsonl") if found is None else found
+    ran = [r for r in found if "methods" in r]
+    out = ["| | models | " + " | ".join(VERDICTS.values()) + " | held, median |", "|---|" + " ---: |" * (len(VERDICTS) + 2)]
+    for method in ran[0]["methods"] if ran else ():
+        for library in ("transformers", "timm", "torchvision"):
+            of = [r["methods"][method] for r in ran if r["model"].startswith(f"{library}:")]
+            if not of:
+                continue
+            told = [verdict(r) for r in of]
+            held = [r["held"] for r, v in zip(of, told, strict=True) if v == "fine"]
+            counts = " | ".join(str(told.count(v) or "") for v in VERDICTS)
+            out.append(f"| `{method}`, {library} | {len(of)} | {counts} | {f'{statistics.median(held):.2f}' if held else ''} |")
+    names = [k for k in ("transformers", "timm", "torchvision") if any(k in r for r in ran)]
+    versions = ", ".join(f"{k} {', '.join(sorted({r[k] for r in ran if k in r}))}" for k in (*names, "torch"))
+    return "\n".join(
+        [*out, "", f"On a CPU, {days(ran)}; {versions}; {len(found) - len(ran)} more did not run by themselves, as they were asked."]
+    )
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "bench": bench_table,
     "fits": fits_table,
@@ -268,6 +309,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "depth": depth_table,
     "profiles": profile_table,
     "plans": plan_table,
+    "third_party": third_party_table,
 }
 
 
