@@ -37,13 +37,15 @@ def verdict(results: dict) -> str:
     found = {a["name"]: a for a in results["arms"]}
     exact = found["exact"]["mean"]["train_loss"]
 
-    def told(names: list[str]) -> str:
-        return ", ".join(f"{n} {found[n]['mean']['train_loss'] / exact:.1f} ({found[n]['against']['ratio']['held']:.2f})" for n in names)
+    def told(name: str) -> str:
+        arm = found[name]
+        clear = "" if arm["against"]["train_loss"]["clear"] else ", not clear of exact"
+        return f"{name} {arm['mean']['train_loss'] / exact:.2f} (held {arm['against']['ratio']['held']:.2f}{clear})"
 
     clear = [k for k, a in found.items() if k != "exact" and a["against"]["top1"]["clear"]]
-    groups = "; ".join(f"{group}: {told(list(made))}" for group, made in METHODS.items())
+    groups = "; ".join(f"{group}: {', '.join(map(told, made))}" for group, made in METHODS.items())
     return (
-        f"Training loss at the end, in exact training's, and what is held. {groups[0].upper()}{groups[1:]}. Accuracy: "
+        f"Training loss at the end, in exact training's, {groups}. Accuracy: "
         f"{', '.join(clear) or 'none of the differences'} {'are' if len(clear) > 1 else 'is'} clear of zero."
     )
 
