@@ -6,42 +6,38 @@ and the run for dropped positions is cut where the branch joins the trunk, as ev
 What goes in: a kept part has as many of its axes as the whole tensor, of n positions k. What comes out has positions where the first
 argument has them, or folded into the first axis, as (B * n, E); anything else is an error.
 
-The first call in eager mode is compared with one of the whole tensor. A module that was named and looks at other positions is an error;
-one that nobody named is left as it is then, and until it was compared: what it does is merged, exactly.
+Only a user can know that a module is one. The first call in eager mode looks for what speaks against it: both runs, and one of the whole,
+on copies and without noise, have to return the same, and to leave the same in buffers and attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .blocks import matrices
-from .recompute import Had, close
 from .standins import Standin
-from .streams import BRANCH, WHOLE, Streams, absent, find, merge_all, on_dropped, split_parts
+from .streams import BRANCH, WHOLE, Streams, absent, find, left_out, merge, on_dropped, split_parts
 
 OTHERS = (
-    "SBP(apart=...): {} does not give the same for kept and dropped positions one after the other as for all of them at once: it looks at "
-    "other positions, or counts them. Leave it out of apart=."
+    "SBP(apart=...): {} does not do the same for kept and dropped positions one after the other as for all of them at once: {}. Leave it "
+    "out of apart=."
 )
-LOST = (
-    "SBP(apart=...): {} was given {} positions and returned a tensor of shape {}, in which they cannot be told. Leave it out of apart=, or "
-    "name a module inside of it."
-)
+LOST = "it was given {} positions and returned a tensor of shape {}, in which they cannot be told"
+LOOSE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value; others 0.02
 
 
 class Apart(Standin):
     """The forward of a module that treats each position by itself."""
 
-    def __init__(self, module: nn.Module, name: str, named: bool, own: Any = None):
+    def __init__(self, module: nn.Module, name: str, own: Any = None):
         super().__init__(module, own)
-        self.name, self.named = name, named
-        self.fits: bool | None = named or None  # None: not known before it was compared
+        self.name = name
         self.compared = False
 
     def __call__(self, *args, **kwargs):
@@ -50,39 +46,69 @@ class Apart(Standin):
             return self.plain(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_streams)
         if not all([_alike(t, x) for t in leaves]):
-            return self.plain(*args, **kwargs)
+            raise ValueError(OTHERS.format(self.name, "its arguments do not have the same positions"))
 
-        def run(which: int) -> Any:
-            a, kw = tree_unflatten([_part(t, which, x) for t in leaves], spec)
+        def run(given: list) -> Any:
+            a, kw = tree_unflatten(given, spec)
             return self.plain(*a, **kw)
 
-        if absent(x):
-            return self.joined(run(0), None, x)
-        counted = isinstance(x.some, FakeTensor)  # has no contents; nearly all experts fit
-        if not (self.compared or counted or torch.compiler.is_compiling()):
-            self.compare(run, lambda: self.plain(*merge_all(args), **merge_all(kwargs)), x)
-        if self.fits or (counted and self.fits is None and not torch.compiler.is_compiling()):
-            return self.joined(run(0), on_dropped(run, 1), x)
-        return self.plain(*args, **kwargs)
+        if not (self.compared or absent(x) or torch.compiler.is_compiling() or type(x.some) is not Tensor or x.some.is_meta):
+            self.compare(run, leaves, x)
+        kept = run([_part(t, 0, x) for t in leaves])
+        return self.joined(kept, None if absent(x) else on_dropped(lambda: run([_part(t, 1, x) for t in leaves])), x)
 
-    def compare(self, run: Callable[[int], Any], whole: Callable[[], Any], x: Streams) -> None:
-        """Once, without noise, and with the buffers that it has."""
-        modes = [(m, m.training) for m in self.module.modules()]
-        devices = [x.device.index or 0] if x.device.type == "cuda" else []
-        error = None
-        with torch.no_grad(), torch.random.fork_rng(devices), Had(self.module, ()).again():
-            self.module.eval()
+    def compare(self, run: Callable[[list], Any], leaves: list, x: Streams) -> None:
+        with torch.no_grad():  # a checkpoint counts what is saved
+            parts = [_copies([_part(t, which, x) for t in leaves]) for which in (0, 1)]
+            whole = _copies([merge(t) if isinstance(t, Streams) else t for t in leaves])
+        versions = [(t, t._version) for given in (*parts, whole) for t in given if isinstance(t, Tensor)]
+        with self.steady(x):
+            once = tree_leaves(run(whole))
+            left = self.state()
+        with self.steady(x):
             try:
-                pairs = zip(tree_leaves(merge_all(self.joined(run(0), run(1), x))), tree_leaves(whole()), strict=True)
-                self.fits = all(close(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-            except (RuntimeError, ValueError, TypeError, IndexError) as e:
-                self.fits, error = False, e
-            finally:
-                for m, was in modes:
-                    m.training = was
+                both = [run(given) for given in parts]
+            except Exception as e:
+                raise ValueError(OTHERS.format(self.name, f"{type(e).__name__}: {e}")) from e
+            same = len(left) == len(self.state()) and all(map(_close, left, self.state()))
+        if any(t._version != was for t, was in versions):
+            raise ValueError(OTHERS.format(self.name, "it changes an argument in place"))
+        if not same:
+            raise ValueError(OTHERS.format(self.name, "it leaves something else in its buffers or attributes"))
+        with torch.no_grad():
+            found = [merge(t) if isinstance(t, Streams) else t for t in tree_leaves(self.joined(both[0], both[1], x), is_leaf=_is_streams)]
+        if len(found) != len(once) or not all(map(_close, found, once)):
+            raise ValueError(OTHERS.format(self.name, "what it returns differs, so it looks at other positions"))
         self.compared = True
-        if self.named and not self.fits:
-            raise ValueError(str(error) if str(error).startswith("SBP(apart") else OTHERS.format(self.name)) from error
+
+    @contextlib.contextmanager
+    def steady(self, x: Streams) -> Iterator[None]:
+        """Without gradients and noise; what it leaves in the module is taken off again."""
+        modules = list(self.module.modules())
+        had = [dict(m.__dict__) for m in modules]
+        buffers = [(m._buffers, dict(m._buffers)) for m in modules]
+        devices = [x.device.index or 0] if x.device.type == "cuda" else []
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                for m, (own, _) in zip(modules, buffers, strict=True):
+                    m.__dict__["training"] = False  # whoever defines train() may do more in it
+                    own.update({k: b if b is None else b.clone() for k, b in own.items()})
+                yield
+        finally:
+            for (own, was), m, attributes in zip(buffers, modules, had, strict=True):
+                own.clear()
+                own.update(was)
+                m.__dict__.clear()
+                m.__dict__.update(attributes)
+
+    def state(self) -> list[Tensor]:
+        modules = list(self.module.modules())
+        return [
+            t.clone()
+            for m in modules
+            for t in (*m._buffers.values(), *tree_leaves([v for k, v in m.__dict__.items() if not k.startswith("_")]))
+            if isinstance(t, Tensor)
+        ]
 
     def joined(self, kept: Any, dropped: Any, x: Streams) -> Any:
         leaves, spec = tree_flatten(kept)
@@ -93,12 +119,13 @@ class Apart(Standin):
         if not isinstance(kept, Tensor):
             return kept
         role = BRANCH if matrices(self.module) and x.role != WHOLE else x.role
-        size, lead, last = x.kept.shape[x.axis], x.kept.shape[: x.axis], x.axis + x.span - 1
+        part = x.taken_apart()[0]
+        size, lead, last = part.shape[x.axis], part.shape[: x.axis], x.axis + x.span - 1
         if kept.shape[: last + 1] == (*lead, *[1] * (x.span - 1), size):
             return x.like(kept.flatten(x.axis, last), None if dropped is None else dropped.flatten(x.axis, last), role=role)
         if x.axis == 1 == x.span and kept.ndim and kept.shape[0] == lead[0] * size:
             return x.like(kept, dropped, axis=0, outer=lead[0], role=role)
-        raise ValueError(LOST.format(self.name, size, tuple(kept.shape)))
+        raise ValueError(OTHERS.format(self.name, LOST.format(size, tuple(kept.shape))))
 
 
 def _is_streams(x: Any) -> bool:
@@ -108,7 +135,8 @@ def _is_streams(x: Any) -> bool:
 def _alike(t: Any, x: Streams) -> bool:
     """Can its parts be told, if it has any?"""
     if isinstance(t, Streams):
-        return t.at.index is x.at.index and (t.axis, t.span, t.outer) == (x.axis, x.span, x.outer) and absent(t) == absent(x)
+        same = t.at.index is x.at.index and (t.axis, t.span, t.outer) == (x.axis, x.span, x.outer)
+        return same and (absent(t) == absent(x) or left_out())
     return not _has_positions(t, x) or x.outer == 1
 
 
@@ -124,3 +152,16 @@ def _part(t: Any, which: int, x: Streams) -> Any:
     else:
         return t
     return part.reshape(*part.shape[: x.axis], *[1] * (x.span - 1), *part.shape[x.axis :])
+
+
+def _copies(given: list) -> list:
+    return [t.detach().clone() if isinstance(t, Tensor) else t for t in given]
+
+
+def _close(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or a == b
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    largest = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=LOOSE.get(a.dtype, 0.02) * largest, equal_nan=True)

@@ -173,10 +173,10 @@ def shrinks(model: nn.Module, blocks: Sequence[Named]) -> dict[str, tuple[int, .
     return out
 
 
-def matching_modules(model: nn.Module, patterns: Sequence[str], field: str, named: bool = True) -> list[str]:
-    """Names of any modules that the patterns of a method's field mean; each has to match, where a user named it."""
+def matching_modules(model: nn.Module, patterns: Sequence[str], field: str) -> list[str]:
+    """Names of any modules that the patterns of a method's field mean; each has to match."""
     names, patterns = [name for name, _ in model.named_modules() if name], patterns_of(patterns, field)
     for p in patterns:
-        if named and not any(fnmatch.fnmatchcase(name, p) for name in names):
+        if not any(fnmatch.fnmatchcase(name, p) for name in names):
             raise ValueError(f"apply_(): {field}={p!r} matches no module of {type(model).__name__}, as {names[0]} ... {names[-1]}.")
     return _modules(model, patterns)

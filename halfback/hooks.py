@@ -312,13 +312,13 @@ class Begin(Hook):
 class End(Hook):
     """After the root's forward, also after one that failed: what a model returns are tensors."""
 
-    def __call__(self, module, args, output):
+    def __call__(self, module, args, kwargs, output):
         if self.idle(module):
             return None
         self.state.open = False
         self.state.finish()
-        if not torch.compiler.is_compiling():
-            exchange(output, lambda x: isinstance(x, Streams), merge)  # in a cache
+        if not torch.compiler.is_compiling():  # in a cache
+            exchange((args, kwargs, output), lambda x: isinstance(x, (Streams, tuple)) and contains(x), merge_all)
         return merge_all(output) if contains(output) else None
 
 

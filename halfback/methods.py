@@ -18,7 +18,6 @@ from .stores import Channels, Elements, FewBits, Rows
 Layers = str | Sequence[str] | Callable[[str, Any], bool]
 Schedule = Sequence[tuple[float, float]]  # (share of the training, keep)
 ATTENTION = ("query", "qkv", "heads")
-EXPERTS = ("*.experts",)  # of a mixture
 
 
 class Method:
@@ -122,7 +121,7 @@ class SBP(Method):
     scale      what a kept position passes back to others, through attention or a depthwise convolution, counts for the dropped ones
                too, so that it is right in the mean; False: as in the paper, it is that much smaller
     opaque     modules that need plain tensors (custom autograd.Functions): names or glob patterns
-    apart      modules that treat each position by itself, whatever they do inside: run for kept positions, then for dropped ones
+    apart      modules that treat each position by itself, as a mixture's "*.experts": run for kept positions, then for dropped ones
     seed       of the masks
     schedule   keep over the training, for who follows it (hb.follow_): points (share of the training, keep) with straight lines between
                them, as ((0, 1.0), (0.5, 0.25)); two points at one share are a jump
@@ -138,7 +137,7 @@ class SBP(Method):
     masks: str = "shared"
     scale: bool = False
     opaque: tuple[str, ...] = ()
-    apart: tuple[str, ...] = EXPERTS
+    apart: tuple[str, ...] = ()
     seed: int = 0
     schedule: Schedule | None = None
 

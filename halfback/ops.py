@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .attention import attend, multi_head
 from .notes import note
@@ -262,32 +261,43 @@ REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp", "prod")
 KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
 
 
-CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1, "gather": 1}  # where their axis is given
-LAST = ("topk", "sort", "argsort")  # along which they go, unless told
+class Chosen(NamedTuple):
+    values: Any
+    indices: Any
+
+
+CHOOSING = {  # what their arguments are called, behind the first
+    "topk": ("k", "dim", "largest", "sorted"),
+    "sort": ("dim", "descending"),
+    "argsort": ("dim", "descending"),
+    "max": ("dim", "keepdim"),
+    "min": ("dim", "keepdim"),
+    "argmax": ("dim", "keepdim"),
+    "argmin": ("dim", "keepdim"),
+    "gather": ("dim", "index"),
+}
 
 
 def choosing(name, func, args, kwargs):
     """Along an axis that is no position: which values are largest, and values by such indices."""
-    x, place = args[0], CHOOSING[name]
-    dim = _argument(args, kwargs, place, "dim", -1 if name in LAST else None)
-    axis = part_axis(x, dim) if isinstance(x, Streams) and isinstance(dim, int) and not isinstance(dim, bool) else None
-    if axis is None or "out" in kwargs:
+    x, names = args[0], CHOOSING[name]
+    given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    dim = given.get("dim", -1 if name in ("topk", "sort", "argsort") else None)
+    if not isinstance(x, Streams) or not isinstance(dim, int) or isinstance(dim, bool) or len(args) > len(names) + 1 or "out" in given:
         return NotImplemented
-    rest = {k: v for k, v in kwargs.items() if k != "dim"}
+    given["dim"] = axis = part_axis(x, dim)
+    if axis is None:
+        return NotImplemented
     if name == "gather":
-        index = _argument(args, kwargs, 2, "index")
-        if not isinstance(index, Streams) or not same_layout(x, index) or len(args) > 3 or "sparse_grad" in kwargs:
+        index = _parts(given.pop("index"), x)
+        if index is None or (index[1] is None) != absent(x):
             return NotImplemented
-        (kept, dropped), (at_kept, at_dropped) = x.taken_apart(), index.taken_apart()
-        return x.like(func(kept, axis, at_kept), None if absent(x) else on_dropped(func, dropped, axis, at_dropped))
-    gone = name in ("max", "min", "argmax", "argmin") and not _argument(args, kwargs, 2, "keepdim", False) and axis < x.axis
-    if name == "topk":
-        k = args[1] if len(args) > 1 else rest.pop("k")
-        made = both(x, lambda part: func(part, k, axis, *args[3:], **rest), axis=x.axis - gone)
-    else:
-        made = both(x, lambda part: func(part, axis, *args[2:], **rest), axis=x.axis - gone)
-    kind = getattr(torch.return_types, name, None)
-    return made if kind is None or is_compiling() else kind(made)
+        (kept, dropped), (at_kept, at_dropped) = x.taken_apart(), index
+        made = func(kept, index=at_kept, **given)
+        return x.like(made, None if absent(x) else on_dropped(lambda: func(dropped, index=at_dropped, **given)))
+    gone = name in ("max", "min", "argmax", "argmin") and not given.get("keepdim", False) and axis < x.axis
+    made = both(x, lambda part: func(part, **given), axis=x.axis - gone)
+    return Chosen(*made) if isinstance(made, tuple) else made
 
 
 def vector_norm(name, func, args, kwargs):
@@ -296,11 +306,12 @@ def vector_norm(name, func, args, kwargs):
     order = 2 if order == "fro" else order
     dim = _argument(args, kwargs, 2, "dim")
     dims = [] if dim is None or not isinstance(x, Streams) else sorted(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
-    if not dims or order not in (1, 2, math.inf) or x.outer != 1 or absent(x) or len(args) > 4 or "dtype" in kwargs or "out" in kwargs:
+    others = len(args) > 4 or kwargs.get("dtype") is not None or kwargs.get("out") is not None
+    if not dims or order not in (1, 2, math.inf) or x.outer != 1 or absent(x) or others:
         return NotImplemented
     if dims != list(range(x.axis, x.axis + x.span)):
         return NotImplemented
-    norms = torch.stack([func(part, order, x.axis) for part in (x.kept, x.dropped)])
+    norms = torch.stack([torch.linalg.vector_norm(part, order, x.axis) for part in (x.kept, x.dropped)])
     out = torch.linalg.vector_norm(norms, order, 0)
     for d in dims if _argument(args, kwargs, 3, "keepdim", False) else ():
         out = out.unsqueeze(d)
@@ -617,7 +628,8 @@ where masked_fill lerp addcmul addcdiv sign floor ceil round trunc frac nan_to_n
 logical_or bitwise_not bitwise_and bitwise_or bitwise_xor invert and or xor eq ne lt le gt ge logaddexp xlogy heaviside copysign
 """.split()
 PER_PART = """
-contiguous clone to type float double half bfloat16 type_as detach dropout native_dropout rrelu positive cpu cuda requires_grad_
+contiguous clone to type float double half bfloat16 long int bool type_as detach dropout native_dropout rrelu positive cpu cuda
+requires_grad_
 """.split()
 BLANK = """
 new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like

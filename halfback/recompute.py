@@ -375,7 +375,8 @@ class Recomputed(Standin):
         modes, had, changed = [(m, m.training) for m in self.module.modules()], Had(self.module, handed), False
         devices = sorted({t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices), had.again():
-            self.module.eval()
+            for m, _ in modes:
+                m.training = False  # whoever defines train() may do more in it
             try:
                 a, kw = _samples(0, 2, (args, kwargs), samples)
                 pair, same = self.plain(*a, **kw), True
@@ -383,7 +384,7 @@ class Recomputed(Standin):
                 for i in (0, 1):
                     one, named = _samples(i, i + 1, (args, kwargs), samples)
                     pairs = zip(tree_leaves(pair), tree_leaves(self.plain(*one, **named)), strict=True)
-                    same = same and all(close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
+                    same = same and all(_close(p[i : i + 1], q) for p, q in pairs if isinstance(p, Tensor) and p.ndim)
             except (RuntimeError, ValueError) as e:
                 if changed:
                     raise ValueError(SHARED.format(self.parts, self.name)) from e
@@ -470,6 +471,6 @@ def _joined(outs: list, name: str) -> Any:
     raise ValueError(f"Recompute(parts=...): {name} returns {type(outs[0]).__name__}, whose parts cannot be joined. Leave parts=1 for it.")
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor) -> bool:
     loose = 0.05 if a.dtype in (torch.float16, torch.bfloat16) else 1e-3
     return a.shape == b.shape and bool((a - b).abs().max() <= loose * b.abs().max() + 1e-6)

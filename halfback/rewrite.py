@@ -9,6 +9,7 @@ class is swapped, no function patched, no name or parameter added.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import math
 import re
@@ -23,7 +24,7 @@ from . import blocks as finding
 from .apart import Apart
 from .heads import LEAST, Spared, bodies, find_heads
 from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, State
-from .methods import EXPERTS, METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
+from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .recompute import Recomputed
 from .standins import Known, Standin, standins
@@ -46,6 +47,8 @@ class Report:
     methods: tuple[Method, ...]
     blocks: list[str]
     recomputed: list[str]
+    apart: list[str] = field(default_factory=list)  # modules that run for kept positions, then for dropped ones
+    experts: list[str] = field(default_factory=list)  # modules that are called so, and do not
     approximated: list[str] = field(default_factory=list)  # layers whose weight gradient comes from a store
     positions: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)  # of Lean and DropIT: what each layer and function saves, and how it is held
@@ -105,6 +108,10 @@ class Report:
             lines.append(f"  approximate backward in {len(self.blocks)} blocks: {_range(self.blocks)}")
         elif not self.recomputed and not any(isinstance(m, (Lean, DropIT, ChunkedLoss)) for m in self.methods):
             lines.append("  nothing: keep=1 keeps everything, so training is exact")
+        if self.experts:
+            lines.append(f"  if each position goes through {_range(self.experts)} by itself, SBP(apart=['*.experts']) saves there, too")
+        if self.apart:
+            lines.append(f"  run for kept positions, then for dropped ones: {_range(self.apart)}")
         if self.recomputed:
             lines.append(f"  recomputed in the backward: {len(self.recomputed)} blocks: {_range(self.recomputed)}")
         if any(m.changes_forward for m in self.methods):
@@ -187,8 +194,6 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
     opaque = [n for m in methods for n in finding.matching_modules(model, getattr(m, "opaque", ()), "opaque")]
 
     streamed = next((m for m in methods if isinstance(m, (SBP, SkipTokens))), None)
-    wanted = getattr(streamed, "apart", EXPERTS)
-    apart = finding.matching_modules(model, wanted, "apart", named=wanted != EXPERTS) if streamed else []
     chosen = picks[type(streamed)] if streamed and min(streamed.keeps) < 1 else []  # who keeps everything is exact
     again = next((m for m in methods if isinstance(m, Recompute)), None)
     recomputed = picks.get(Recompute, [])
@@ -196,7 +201,9 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         _check_parts(again, recomputed, modules)
     if lazy := [name for name in chosen if any(is_lazy(p) for p in modules[name].parameters())]:
         raise ValueError(f"apply_(): {streamed}: {lazy[0]} has parameters without a shape yet. Run a batch through the model first.")
-    report = Report(type(model).__name__, methods, chosen, recomputed)
+    apart = _apart(model, streamed, chosen) if isinstance(streamed, SBP) else {}
+    experts = [n for n in modules if n.endswith(".experts") and n not in apart and any(n.startswith(f"{block}.") for block in chosen)]
+    report = Report(type(model).__name__, methods, chosen, recomputed, list(apart), experts if isinstance(streamed, SBP) else [])
     with _all_or_nothing(model):
         states: list[State | Watch] = []
         if lean:
@@ -208,9 +215,8 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
         for name in recomputed:
             block = modules[name]
             block.forward = Recomputed(block, block.__dict__.get("forward"), again.parts if again else 1, name, kinds, report)
-        for name in apart:
-            if any(name.startswith(f"{block}.") for block in chosen):
-                modules[name].forward = Apart(modules[name], name, wanted != EXPERTS, modules[name].__dict__.get("forward"))
+        for name, module in apart.items():
+            module.forward = Apart(module, name, module.__dict__.get("forward"))
         for block in (modules[name] for name in chosen):
             if not isinstance(block.__dict__.get("forward"), Standin):
                 block.forward = Known(block, block.__dict__.get("forward"))
@@ -219,6 +225,22 @@ def apply_(model: nn.Module, *methods: Method) -> Report:
             modules[name].forward = Spared(modules[name], name, report, bodies(model, heads), chunked.rows if chunked else None, own)
         object.__setattr__(model, "_halfback", Applied(report, states, list(standins(model))))
     return report
+
+
+def _apart(model: nn.Module, method: SBP, chosen: list[str]) -> dict[str, nn.Module]:
+    """The modules that run for each part by itself; one that stands in several blocks once."""
+    matching = finding.matching_modules(model, method.apart, "apart")
+    inside = {n: m for n, m in model.named_modules(remove_duplicate=False) if any(n.startswith(f"{block}.") for block in chosen)}
+    found = {n: m for n, m in inside.items() if any(fnmatch.fnmatchcase(n, p) for p in method.apart)}
+    if matching and chosen and not found:
+        raise ValueError(f"apply_(): apart={method.apart!r}: {matching[0]} is not inside of a chosen block, as {chosen[0]}.")
+    for name, module in found.items():
+        norm = next((m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
+        if norm is not None:
+            raise ValueError(
+                f"apply_(): apart={method.apart!r}: {name} has a {type(norm).__name__}, whose statistics are of all positions."
+            )
+    return {n: m for n, m in found.items() if n == next(k for k, other in found.items() if other is m)}
 
 
 @contextlib.contextmanager
@@ -297,7 +319,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     ends = {name for name in chosen if following[name] not in picked or _stack(name) != _stack(following[name])}
     state = State(method, chosen, ends, _chains(model, [(n, modules[n]) for n in order], chosen), report)
     model.register_forward_pre_hook(Begin(state), with_kwargs=True, prepend=True)
-    model.register_forward_hook(End(state), always_call=True)
+    model.register_forward_hook(End(state), with_kwargs=True, always_call=True)
     for name in _above(chosen):
         modules[name].register_forward_pre_hook(Around(state, True))
         modules[name].register_forward_hook(Around(state, False, whole=all(c.startswith(f"{name}.") for c in chosen)))

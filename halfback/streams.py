@@ -353,6 +353,9 @@ class Streams:
     def taken_apart(self) -> tuple[Tensor, Any]:
         if self.traced:
             asked()
+        if self.parts is None and not torch.is_grad_enabled():  # they are kept for who wants gradients
+            with torch.enable_grad():
+                return self.taken_apart()
         if self.parts is None:
             self.parts = split_parts(self.whole.flatten(self.axis, self.axis + self.span - 1), self.at, self.axis)
         return self.parts
@@ -570,10 +573,11 @@ def _name(func: Callable) -> str:
 ASKING = ("size", "dim", "requires_grad_")
 REFUSED = frozenset("register_hook retain_grad backward register_post_accumulate_grad_hook set_".split())
 LEADING = {"addmm": ("input", "mat1", "mat2"), "bmm": ("input", "mat2"), "conv1d": ("input", "weight")}
+LEADING["where"] = ("condition", "input", "other")
 LEADING |= {"conv2d": LEADING["conv1d"], "conv3d": LEADING["conv1d"]}
 VIEWS = frozenset(
     "view reshape view_as reshape_as flatten unflatten permute transpose swapaxes swapdims t movedim moveaxis squeeze unsqueeze "
-    "expand expand_as getitem chunk split tensor_split narrow unbind select".split()
+    "expand expand_as getitem chunk split tensor_split narrow unbind select detach".split()
 )
 
 
@@ -618,8 +622,8 @@ def seen(func: Callable) -> Callable:
 def _by_row(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
     if name in REFUSED:
         _refuse(name, find((*args, *kwargs.values())))
-    if not torch.is_grad_enabled() and name not in ASKING:
-        return _constant(name, func, args, kwargs)
+    if not torch.is_grad_enabled() and name not in ASKING and (found := _constant(name, func, args, kwargs)) is not NotImplemented:
+        return found
     plain, reverse, inplace, handler, func = (_way if is_compiling() else _known_way)(name, func)
     inplace = inplace or bool(kwargs and kwargs.get("inplace"))
     target = args[0] if args else None
@@ -658,8 +662,11 @@ def _constant(name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
             "reentrant checkpointing, or compiled code, halfback cannot see what becomes of their gradients. Name the module in "
             "SBP(opaque=[...]) so that it gets plain tensors; for checkpointing use use_reentrant=False."
         )
-    if args and isinstance(args[0], Streams) and (_plain_name(name)[2] or kwargs.get("inplace")):
-        raise _in_place(name, args[0])
+    plain, _, inplace = _plain_name(name)
+    if isinstance(kwargs.get("out"), Streams) or (args and isinstance(args[0], Streams) and (inplace or kwargs.get("inplace"))):
+        raise _in_place(name, first)
+    if plain in VIEWS:  # which somebody may change in place
+        return NotImplemented
     return seen(func)(*merge_all(args), **merge_all(kwargs))
 
 
@@ -773,11 +780,11 @@ def same_layout(a: Streams, b: Streams) -> bool:
         and a.part_ndim - a.axis == b.part_ndim - b.axis
         and a.span == b.span
         and a.outer == b.outer
-        and (absent(a) == absent(b) or _left_out())
+        and (absent(a) == absent(b) or left_out())
     )
 
 
-def _left_out() -> bool:
+def left_out() -> bool:
     call = running()
     return call is not None and call.leaves_out
 

@@ -11,6 +11,7 @@ from torch import nn
 import halfback as hb
 
 D, N, E = 8, 12, 4
+NAMES = ("*.experts",)
 
 
 class Experts(nn.Module):
@@ -96,7 +97,7 @@ def gradients(model, x=None):
 def test_a_mixtures_gradients_are_those_of_the_same_mixture_without_indices():
     dense, mixture = model_of(Dense), model_of(Experts)
     for model in (dense, mixture):
-        report = hb.apply_(model, hb.SBP(0.5, layers="all"))
+        report = hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
     for _ in range(3):
         wanted = gradients(dense)
         torch.testing.assert_close(gradients(mixture), wanted, rtol=1e-10, atol=1e-12)
@@ -106,52 +107,142 @@ def test_a_mixtures_gradients_are_those_of_the_same_mixture_without_indices():
 def test_less_is_held_and_the_forward_is_the_plain_models():
     model, x = model_of(Experts), inputs()
     plain, held = model(x), hb.held(model, lambda: model(x).sum())
-    hb.apply_(model, hb.SBP(0.5, layers="all", apart=()))
+    hb.apply_(model, hb.SBP(0.5, layers="all"))
     merged = hb.held(model, lambda: model(x).sum())
     hb.remove_(model)
-    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
     assert hb.held(model, lambda: model(x).sum()) < 0.75 * held < 0.75 * merged
     torch.testing.assert_close(model(x), plain, rtol=1e-10, atol=1e-12)
     hb.remove_(model)
     assert all("forward" not in m.__dict__ for m in model.modules())
 
 
-@pytest.mark.parametrize("experts", [Limited, Mean])
-def test_experts_that_look_at_other_positions_are_merged_or_where_they_were_named_an_error(experts):
+class Doubling(Experts):
+    def forward(self, x, index, weights):
+        weights *= 2
+        return super().forward(x, index, weights)
+
+
+class Remembering(Counting):
+    def forward(self, x, index, weights):
+        self.aux = weights.square().mean()
+        return super().forward(x, index, weights)
+
+
+class Averaging(Counting):
+    def forward(self, x, index, weights):
+        self.seen.lerp_(weights.mean().detach(), 0.5)
+        return Experts.forward(self, x, index, weights)
+
+
+class Asserting(Experts):
+    def forward(self, x, index, weights):
+        assert len(x) == 2 * N
+        return super().forward(x, index, weights)
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (Limited, "what it returns differs, so it looks at other positions"),
+        (Mean, "what it returns differs, so it looks at other positions"),
+        (Doubling, "it changes an argument in place"),
+        (Remembering, "it leaves something else in its buffers or attributes"),
+        (Averaging, "it leaves something else in its buffers or attributes"),
+        (Asserting, "AssertionError"),
+    ],
+)
+def test_what_does_something_else_in_two_runs_is_an_error_and_merged_otherwise(experts, says):
     model, x = model_of(experts), inputs()
     plain, exact = model(x), gradients(model)
-    report = hb.apply_(model, hb.SBP(0.5, layers="all"))
-    torch.testing.assert_close(model(x), plain, rtol=1e-10, atol=1e-12)
-    assert report.merged and all(g.any() for name, g in gradients(model).items() if exact[name].any())
-    hb.remove_(model)
-    hb.apply_(model, hb.SBP(0.5, layers="all", apart=["1.*.experts"]))
-    with pytest.raises(ValueError, match=r"SBP\(apart=\.\.\.\): 1\.0\.experts .* Leave it out of apart="):
+    buffers = [b.clone() for b in model.buffers()]
+    hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
+    with pytest.raises(ValueError, match=rf"(?s)SBP\(apart=\.\.\.\): 1\.0\.experts .*{says}.* Leave it out of apart="):
         model(x)
+    hb.remove_(model)
+    torch.testing.assert_close(list(model.buffers()), buffers, rtol=0, atol=0)
+    assert all(m.training for m in model.modules())
+    if experts is not Doubling:  # which halfback refuses
+        hb.apply_(model, hb.SBP(0.5, layers="all"))
+        torch.testing.assert_close(model(x), plain, rtol=1e-10, atol=1e-12)
+        assert all(g.any() for name, g in gradients(model).items() if exact[name].any())
 
 
 def test_comparing_draws_no_noise_of_the_user_and_changes_no_buffer():
     found = []
     for known in (False, True):
         model = model_of(Counting)
-        hb.apply_(model, hb.SBP(0.5, layers="all"))
+        hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
         for block in model[1]:
-            block.experts.forward.fits = block.experts.forward.compared = known or None
+            block.experts.forward.compared = known
         torch.manual_seed(3)
         model(inputs())
-        assert all(block.experts.forward.fits for block in model[1])
+        assert all(block.experts.forward.compared for block in model[1])
         found.append((torch.get_rng_state(), *model.buffers()))
         assert all(m.training for m in model.modules())
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][1] == 2 * N
 
 
+class Merging(Experts):
+    """As LoRA that is merged into the weights when a model is set to eval mode."""
+
+    def train(self, mode=True):
+        with torch.no_grad():
+            self.up.mul_(1 if mode else 0)
+        return super().train(mode)
+
+
+def test_comparing_calls_nobodys_train_and_a_map_that_is_whole_keeps_its_gradient():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.merging = Activation(), Merging()
+
+        def forward(self, x):
+            return x + self.experts(x, torch.ones_like(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, D), nn.Sequential(*[Whole() for _ in range(3)])).double().train()
+    model[1][0].experts.merging = model[1][0].merging
+    up = model[1][0].merging.up.detach().clone()
+    hb.apply_(model, hb.SBP(0.5, layers=["1.*"], apart=NAMES))
+    model(torch.randn(2, 4, 6, 3, dtype=torch.float64)).square().mean().backward()
+    assert model[0].weight.grad.any() and torch.equal(model[1][0].merging.up, up)
+
+
+class Early(nn.Module):
+    """Tokens are sent to experts before attention mixes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.one, self.two, self.gate, self.experts = nn.LayerNorm(D), nn.LayerNorm(D), nn.Linear(D, E), Experts()
+
+    def forward(self, x):
+        weights, index = self.gate(self.one(x)).view(-1, E).softmax(-1).topk(2, -1)
+        y = self.one(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.experts(self.two(x).view(-1, D), index, weights).view(x.shape)
+
+
+def test_experts_that_are_chosen_before_attention_are_recomputed():
+    found = []
+    for more in ("", "+recompute"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, D), nn.Sequential(*[Early() for _ in range(3)])).double().train()
+        hb.apply_(model, *hb.parse(f"sbp(keep=0.25, layers='all', apart='*.experts'){more}"))
+        found.append([gradients(model) for _ in range(3)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("more", ["recompute", "lean", "dropit(keep=1)+recompute"])
 def test_methods_that_are_exact_change_no_gradient_beside_it(more):
     model = model_of(Experts)
-    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
     wanted = [gradients(model) for _ in range(3)]
     hb.remove_(model)
-    hb.apply_(model, *hb.parse(f"sbp(layers='all')+{more}"))
+    hb.apply_(model, *hb.parse(f"sbp(layers='all', apart='*.experts')+{more}"))
     for each in wanted:
         torch.testing.assert_close(gradients(model), each, rtol=1e-9, atol=1e-11)
 
@@ -189,7 +280,7 @@ def test_a_custom_function_runs_on_parts_that_have_the_axes_of_the_whole():
     model = nn.Sequential(nn.Linear(3, D), nn.Sequential(*[Fused() for _ in range(3)])).double().train()
     x = torch.randn(2, 4, 6, 3, dtype=torch.float64)
     plain = model(x)
-    hb.apply_(model, hb.SBP(0.5, layers="all", opaque=["*.act"], apart=()))
+    hb.apply_(model, hb.SBP(0.5, layers="all", opaque=["*.act"]))
     merged = gradients(model, x)
     hb.remove_(model)
     report = hb.apply_(model, hb.SBP(0.5, layers="all", apart="*.act"))
@@ -203,23 +294,33 @@ def test_a_custom_function_runs_on_parts_that_have_the_axes_of_the_whole():
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
 @pytest.mark.parametrize("named", [False, True])
-def test_compiled_one_that_nobody_named_is_merged_before_it_was_compared(named):
+def test_it_compiles(named):
     torch._dynamo.reset()
     model, x = model_of(Dense), inputs()
     plain = model(x)
-    given = {"apart": "*.experts"} if named else {}
-    report = hb.apply_(model, hb.SBP(0.5, layers="all", **given))
+    report = hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES if named else ()))
+    wanted = gradients(model)
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    out = fast(x)
-    torch.testing.assert_close(out, plain, rtol=1e-10, atol=1e-12)
-    out.square().mean().backward()
-    assert all(p.grad.any() for p in model.parameters()) and not report.merged
+    torch.testing.assert_close(fast(x), plain, rtol=1e-10, atol=1e-12)
+    assert not report.merged and report.apart == [f"1.{i}.experts" for i in range(3)] * named
+    for m in model.modules():
+        if hasattr(m, "_halfback"):
+            m._halfback.states[0].step.zero_()
+    model.zero_grad()
+    fast(x).square().mean().backward()
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_names_that_match_nothing_are_told_and_the_text_form_has_them():
     model = model_of(Experts)
     with pytest.raises(ValueError, match=r"apart='\*\.mlp' matches no module"):
         hb.apply_(model, hb.SBP(apart=["*.mlp"]))
+    with pytest.raises(ValueError, match=r"apart=\('0',\): 0 is not inside of a chosen block, as 1\.1"):
+        hb.apply_(model, hb.SBP(apart="0"))
+    model[1][1].experts.norm = nn.BatchNorm1d(D)
+    with pytest.raises(ValueError, match=r"1\.1\.experts has a BatchNorm1d, whose statistics are of all positions"):
+        hb.apply_(model, hb.SBP(apart="*.experts"))
+    assert "if each position goes through 1.1.experts, 1.2.experts by itself, SBP(apart=['*.experts'])" in str(hb.apply_(model, hb.SBP()))
     (method,) = hb.parse("sbp(apart='*.mlp')")
     assert method == hb.SBP(apart=("*.mlp",)) and str(hb.SBP()) == "sbp" and str(method) == "sbp(apart=('*.mlp',))"
 
@@ -235,7 +336,7 @@ def mixtral(**more):
 def test_what_is_counted_without_contents_is_what_is_held():
     model, batch = mixtral().bfloat16(), {"input_ids": zoo.tokens(24), "labels": zoo.tokens(24)}
     plain = hb.profile(model, batch).held
-    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
     foreseen = hb.profile(model, batch).held
     assert foreseen == hb.profile(model, batch, real=True).held < 0.7 * plain
 
@@ -245,7 +346,7 @@ def test_the_loss_that_balances_experts_is_the_plain_models():
     mask = torch.ones_like(tokens)
     mask[1, 17:] = 0
     plain = model(input_ids=tokens, attention_mask=mask, labels=tokens)
-    hb.apply_(model, hb.SBP(0.5, layers="all"))
+    hb.apply_(model, hb.SBP(0.5, layers="all", apart=NAMES))
     out = model(input_ids=tokens, attention_mask=mask, labels=tokens)
     torch.testing.assert_close((out.aux_loss, out.loss), (plain.aux_loss, plain.loss), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.router_logits, plain.router_logits, rtol=1e-5, atol=1e-5)

@@ -55,6 +55,26 @@ def test_figures_of_a_benchmark_are_ratios_to_plain_training_of_the_same_kind_an
     assert (make.time("bench", *asked), make.memory("bench", *asked)) == ("1.50", "0.75")
 
 
+def test_what_came_of_a_method_on_other_peoples_models_is_counted():
+    fine, wrong = {"forward": 1e-7, "lost": [], "held": 0.5}, {"forward": 0.0, "lost": ["head.weight"], "held": 0.9}
+    told = [
+        (fine, "fine"),
+        (wrong, "wrong"),
+        ({**fine, "forward": 0.01}, "wrong"),
+        ({**fine, "forward": float("nan")}, "wrong"),
+        ({**fine, "gradients": 0.01}, "wrong"),
+        ({**fine, "uncut": True}, "uncut"),
+        ({"error": "ValueError: apply_(): no blocks found in A: ..."}, "none"),
+        ({"error": "RuntimeError: 1.0 calls a scripted function"}, "error"),
+    ]
+    assert [make.tables.verdict(r) for r, _ in told] == [v for _, v in told]
+    where = {"timm": "1.0", "torch": "2.13", "date": "2026-11-19"}
+    rows = [{"model": f"timm:{i}", "methods": {"lean": r}, **where} for i, (r, _) in enumerate(told)]
+    text = make.tables.third_party_table([*rows, {"model": "timm:x", "not_run": "no", **where}])
+    assert "| `lean`, timm | 8 | 4 | 1 | 1 | 1 | 1 | 0.50 |" in text and "transformers" not in text.partition("On a CPU")[0]
+    assert text.endswith("On a CPU, 2026-11-19; timm 1.0, torch 2.13; 1 more did not run by themselves, as they were asked.")
+
+
 def test_what_a_benchmark_has_not_measured_is_said_to_be_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(make.tables, "RESULTS", tmp_path)
     assert make.measured("vit-b", "offload") == "We have not measured it yet."

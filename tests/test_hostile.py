@@ -74,12 +74,36 @@ FINE = {
     "best feature": lambda m, x: x + m.branch(x) * m.a(x).amax(-1, True) * m.b(x).min(2)[0].sigmoid()[..., None],
     "argmax": lambda m, x: x + m.branch(x) * F.one_hot(m.a(x).argmax(-1), D),
     "where": lambda m, x: x + m.branch(x).index_put((torch.where(m.a(x) > 9)), torch.zeros((), dtype=x.dtype)),
+    "sorted by name": lambda m, x: x + m.branch(x) * torch.sort(m.a(x), dim=-1, stable=True).values,
+    "largest by name": lambda m, x: x + m.branch(x) * torch.topk(m.a(x), k=1, dim=2, largest=False, sorted=True).values,
+    "order": lambda m, x: x + m.branch(x).gather(-1, m.a(x).argsort(dim=-1, descending=True)),
+    "gathered by a plain index": lambda m, x: x + m.branch(x).gather(2, torch.arange(D).flip(0).expand(2, N, D)),
+    "where by name": lambda m, x: torch.where(condition=m.a(x) > 0, input=x, other=x + m.branch(x)),
+    "norm of a function": lambda m, x: x + m.branch(x) * torch.norm(m.a(x), dim=1, keepdim=True),
+    "as numbers": lambda m, x: x + m.branch(x) * (m.a(x) > 0).long() * m.a(x).bool(),
     "a folded plain tensor": lambda m, x: x + (m.branch(x).view(-1, D) * torch.arange(2.0 * N).to(x)[:, None]).view(x.shape),
     "a norm over positions": lambda m, x: x + m.branch(x) * m.a(x).norm(p=2, dim=1, keepdim=True),
     "looked at without gradients": lambda m, x: looked_at(m, x),
     "chosen without gradients": lambda m, x: chosen_without(m, x),
     "transposed": lambda m, x: x + m.branch(x.mT.mT).permute(2, 1, 0).movedim(0, -1).transpose(0, 1),
 }
+
+
+COMPILED = ("chosen features", "sorted features", "sorted by name", "largest by name", "best feature", "argmax", "where by name")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
+@pytest.mark.parametrize("case", COMPILED)
+def test_what_chooses_compiles_with_the_gradients_of_eager_mode(case):
+    torch._dynamo.reset()
+    x, found = torch.randn(2, N, 3, dtype=torch.float64), []
+    for compiled in (False, True):
+        model = model_of(FINE[case], 2)
+        hb.apply_(model, hb.SBP(0.5, layers="all", seed=3))
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        run(x).square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", FINE)
@@ -150,6 +174,27 @@ def changed_without(m, x):
     return x + m.branch(x)
 
 
+def view_without(m, x):
+    y = m.branch(x)
+    with torch.no_grad():
+        y[..., :2].mul_(2.0)
+    return x + y
+
+
+def assigned_without(m, x):
+    y = m.branch(x)
+    with torch.no_grad():
+        y[..., :4] = 0
+    return x + y
+
+
+def out_without(m, x):
+    y = m.branch(x)
+    with torch.no_grad():
+        torch.mul(y, 2.0, out=y)
+    return x + y
+
+
 REFUSED = {
     "in place on a view": (in_place_on_view, "in place on a view"),
     "assigned": (assigned, "cannot assign to a part"),
@@ -157,6 +202,10 @@ REFUSED = {
     "zeroed": (lambda m, x: x + m.branch(x).zero_(), r"cannot run zero_\(\) in place"),
     "tensor hook": (hooked, r"register_hook\(\) .* would never be called"),
     "custom function": (lambda m, x: x + Reverse.apply(m.branch(x), m.g), "opaque="),
+    "in place on a view without gradients": (view_without, r"cannot run mul_\(\) in place"),
+    "into a view without gradients": (out_without, r"cannot run mul\(\) in place"),
+    "assigned without gradients": (assigned_without, "cannot assign to a part"),
+    "in place on data": (lambda m, x: x + into(m.branch(x).data, "mul_", 2.0), "in place on a view"),
     "in place without gradients": (changed_without, r"cannot run mul_\(\) in place"),
     "reentrant": (lambda m, x: x + checkpoint(m.branch, x, use_reentrant=True), "use_reentrant=False"),
 }
