@@ -272,7 +272,7 @@ def verdict(r: dict) -> str:
     """What came of a method on somebody's model."""
     if "error" in r:
         return "none" if "no blocks found" in r["error"] else "error"
-    if r["forward"] > ROUNDING or r.get("gradients", 0) > ROUNDING or r.get("lost"):
+    if not (r["forward"] <= ROUNDING and r.get("gradients", 0) <= ROUNDING) or r.get("lost"):
         return "wrong"
     return "uncut" if r.get("uncut") else "fine"
 
