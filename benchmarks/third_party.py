@@ -322,7 +322,7 @@ def looked(name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="models whose name, LIBRARY:MODEL, matches this")
+    parser.add_argument("--only", default="*", help="models whose name, LIBRARY:MODEL, matches one of these, as 'timm:*,*:bert'")
     parser.add_argument("--again", action="store_true", help="models that there is a line of, too")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -330,8 +330,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = {} if not args.out.exists() else {r["model"]: r for r in map(json.loads, args.out.read_text().splitlines())}
-    libraries = [library for library in LIBRARIES if fnmatch.fnmatch(f"{library}:", args.only.partition(":")[0] + ":")]
-    wanted = [n for n in names(libraries) if fnmatch.fnmatch(n, args.only) and (args.again or n not in known)]
+    globs = args.only.split(",")
+    libraries = [library for library in LIBRARIES if any(fnmatch.fnmatch(library, g.partition(":")[0]) for g in globs)]
+    wanted = [n for n in names(libraries) if any(fnmatch.fnmatch(n, g) for g in globs) and (args.again or n not in known)]
     import timm
     import torchvision
     import transformers
