@@ -238,8 +238,8 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Tensor],
     outs = run(model, batch)
     loss_of(outs).backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    largest = max([g.abs().max() for g in found.values()], default=torch.tensor(0.0))
-    return [t.detach() for t in outs], {n: g for n, g in found.items() if g.abs().max() > NOTHING * largest}
+    least = NOTHING * max([g.nan_to_num().abs().max() for g in found.values()], default=torch.tensor(0.0))
+    return [t.detach() for t in outs], {n: g for n, g in found.items() if not g.abs().max() <= least}
 
 
 def apart(mine: list[Tensor], plain: list[Tensor]) -> float:
