@@ -101,10 +101,11 @@ class State:
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
         self.grids: tuple[tuple[tuple[int, ...], str], ...] = ()  # of convolutions in this forward, and where, the last one first
+        self.asked: tuple[tuple[int, int], ...] = ()  # sizes that a compiled forward was called with: see `_turned`
         self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("owner", "open", "key", "current", "grids", "seen")
+        passing = ("owner", "open", "key", "current", "grids", "asked", "seen")
         return {k: v for k, v in self.__dict__.items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class State:
             self.key = tick(self.step)
 
     def finish(self) -> None:
-        self.key, self.current, self.grids = None, None, ()
+        self.key, self.current, self.grids, self.asked = None, None, (), ()
 
     def positions(self, block: str, x: Tensor, grid: tuple[int, ...], whole: bool) -> Positions:
         """The positions that a block's input x is split at. `whole`: the grid is all of it, no leading tokens."""
@@ -206,14 +207,14 @@ class State:
         return always, (n - always,)
 
 
-def _turned(owner: str, block: str, first: int, second: int) -> bool:
+def _turned(state: State, block: str, first: int, second: int) -> bool:
     """Do positions come first, and then samples? Where the model was called with (samples, positions), as texts are, and not with this.
     Once found it is known, so that a compiler takes no length for a constant twice."""
-    if _known(owner, block):
+    if _known(state.owner, block):
         return True
-    sizes = _sizes(owner)
+    sizes = state.asked or _sizes(state.owner)
     found = any([first == b and second == a for a, b in sizes]) and not any([first == a and second == b for a, b in sizes])
-    return found and _know(owner, block)
+    return found and _know(state.owner, block)
 
 
 @constant
@@ -303,7 +304,11 @@ class Begin(Hook):
         if self.idle(module):
             return None
         self.state.finish()  # what a forward that was cut left, and convolutions that a backward pass ran again
-        self.state.report.called(tree_leaves((args, kwargs)))
+        sizes = [(t.shape[0], t.shape[1]) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > 1]
+        if torch.compiler.is_compiling():
+            self.state.asked = tuple(sizes)
+        else:
+            self.state.report.called(sizes)
         self.state.open = True
         self.state.start()  # here, and not in a block that is compiled by itself: computed again in a backward pass, it would draw anew
         return None
@@ -317,7 +322,7 @@ class End(Hook):
             return None
         self.state.open = False
         self.state.finish()
-        if not torch.compiler.is_compiling():  # in a cache
+        if isinstance(self.state.method, SBP) and not torch.compiler.is_compiling():  # in a cache
             exchange((args, kwargs, output), lambda x: isinstance(x, (Streams, tuple)) and contains(x), merge_all)
         return merge_all(output) if contains(output) else None
 
@@ -396,7 +401,7 @@ class Enter(Hook):
         if x.ndim == 3 and x.shape[1] in self.lines and x.shape[2] not in self.lines:
             return 2, 1
         if x.ndim == 3:
-            return (1, 1) if self.batch_first and not _turned(self.state.owner, self.name, *x.shape[:2]) else (0, 1)
+            return (1, 1) if self.batch_first and not _turned(self.state, self.name, *x.shape[:2]) else (0, 1)
         first = x.shape[1] in self.channels or (x.shape[1] in self.widths and x.shape[-1] not in self.widths)
         return (2, x.ndim - 2) if first else (1, x.ndim - 2)
 

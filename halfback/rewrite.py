@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from . import blocks as finding
@@ -64,9 +64,8 @@ class Report:
         if block not in where:
             where.append(block)
 
-    def called(self, inputs: list[Any]) -> None:
-        found = [(t.shape[0], t.shape[1]) for t in inputs if isinstance(t, Tensor) and t.ndim > 1]
-        self.sizes = [*(size for size in self.sizes if size not in found), *dict.fromkeys(found)][-SIZES:]
+    def called(self, sizes: list[tuple[int, int]]) -> None:
+        self.sizes = [*(size for size in self.sizes if size not in sizes), *dict.fromkeys(sizes)][-SIZES:]
 
     def account(self, rows: list[Row]) -> None:
         if self.before is None:
