@@ -275,21 +275,26 @@ class Activation(nn.Module):
         return Square.apply(x) * ones
 
 
-def test_a_custom_function_runs_on_parts_that_have_the_axes_of_the_whole():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, D), nn.Sequential(*[Fused() for _ in range(3)])).double().train()
-    x = torch.randn(2, 4, 6, 3, dtype=torch.float64)
-    plain = model(x)
-    hb.apply_(model, hb.SBP(0.5, layers="all", opaque=["*.act"]))
-    merged = gradients(model, x)
-    hb.remove_(model)
-    report = hb.apply_(model, hb.SBP(0.5, layers="all", apart="*.act"))
-    torch.testing.assert_close(model(x), plain, rtol=1e-10, atol=1e-12)
-    assert "1x" not in str(report) and not report.merged
-    hb.remove_(model)
-    hb.apply_(model, hb.SBP(0.5, layers="all", apart="*.act"))
-    found = gradients(model, x)
-    assert found.keys() == merged.keys() and all(g.any() for g in found.values())
+class Written(nn.Module):
+    """The same activation by torch's own functions."""
+
+    def forward(self, x, ones):
+        return x * x * ones
+
+
+def test_a_custom_function_runs_on_parts_and_has_the_gradients_of_torchs_own_functions():
+    found, x = [], torch.randn(2, 4, 6, 3, dtype=torch.float64)
+    for activation, names in ((Activation, "*.act"), (Written, ())):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, D), nn.Sequential(*[Fused() for _ in range(3)])).double().train()
+        for block in model[1]:
+            block.act = activation()
+        plain = model(x)
+        report = hb.apply_(model, hb.SBP(0.5, layers="all", apart=names))
+        torch.testing.assert_close(model(x), plain, rtol=1e-10, atol=1e-12)
+        assert not report.merged
+        found.append(gradients(model, x))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, while it traces
