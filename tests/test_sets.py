@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 from pathlib import Path
@@ -152,6 +153,67 @@ def test_a_missing_set_says_where_it_is_to_be_had(tmp_path, monkeypatch):
     monkeypatch.setenv("HALFBACK_DATA", str(tmp_path))
     cifar100(tmp_path / "cifar100")
     assert len(load_set("cifar100").train) == 20
+
+
+# MNIST
+
+
+def idx(values):
+    values = np.asarray(values, np.uint8)
+    return bytes((0, 0, 8, values.ndim)) + b"".join(n.to_bytes(4, "big") for n in values.shape) + values.tobytes()
+
+
+def mnist(folder, packed=False, **changed):
+    """The four files, of which some may be replaced by name; what the images are."""
+    draw = np.random.default_rng(0)
+    images = {kind: draw.integers(0, 256, (n, 4, 6), dtype=np.uint8) for kind, n in (("train", 7), ("t10k", 3))}
+    files = {f"{kind}_images": idx(x) for kind, x in images.items()} | {
+        f"{kind}_labels": idx(np.arange(len(x)) % 5) for kind, x in images.items()
+    }
+    for name, data in (files | changed).items():
+        if data is not None:
+            name = name.replace("_images", "-images-idx3-ubyte").replace("_labels", "-labels-idx1-ubyte")
+            (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(data) if packed else data)
+    return images
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_mnist_is_read_as_published(tmp_path, name, packed):
+    images = mnist(tmp_path, packed)
+    found = load_set(name, root=tmp_path)
+    assert (found.name, found.kind, found.classes, found.shape) == (name, "images", 5, (1, 4, 6))
+    for part, kind in ((found.train, "train"), (found.test, "t10k")):
+        assert part.inputs.dtype == torch.uint8 and np.array_equal(part.inputs[:, 0].numpy(), images[kind])
+        assert part.labels.tolist() == [i % 5 for i in range(len(images[kind]))]
+    part = found.train
+    part.inputs[0, 0, 0, 0] = 1  # what was read can be written to
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"t10k_labels": None}, r"t10k-labels-idx1-ubyte': there is no such file, nor with .gz. Wanted: train-images-idx3-ubyte, "),
+        ({"train_images": idx(np.zeros((7, 4, 6)))[:-3]}, r"has 165 bytes of values, and its sizes \[7, 4, 6\] want 168"),
+        ({"train_images": idx(np.zeros((7, 24)))}, r"begins with 00 00 08 02; 3 sizes of bytes in IDX begin with 00 00 08 03"),
+        ({"train_images": b""}, r"begins with ; 3 sizes"),
+        ({"train_labels": idx(np.zeros(6))}, r"labels has shape \(6,\) and type uint8; wanted \(7,\) integers"),
+        ({"t10k_images": idx(np.zeros((3, 5, 5)))}, r"training samples are \(1, 4, 6\), test samples \(1, 5, 5\)"),
+        ({"train_images": idx(np.zeros((0, 4, 6))), "train_labels": idx(np.zeros(0))}, r"wanted at least one"),
+    ],
+)
+def test_what_is_wrong_in_mnist_is_told(tmp_path, changed, text):
+    mnist(tmp_path, **changed)
+    with pytest.raises((ValueError, FileNotFoundError), match=text):
+        load_set("mnist", root=tmp_path)
+
+
+def test_a_cut_packed_file_is_told(tmp_path):
+    mnist(tmp_path, packed=True)
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz' is no whole .gz file: .* Download it again"):
+        load_set("mnist", root=tmp_path)
 
 
 @pytest.mark.skipif(REAL is None or not REAL.is_dir(), reason="needs the real set: HALFBACK_DATA with cifar100/ in it")
@@ -524,7 +586,11 @@ def test_more_validation_than_there_is_is_refused(tmp_path, count):
 @pytest.mark.parametrize(
     ("spec", "options", "text"),
     [
-        ("mnist", {}, r"data 'mnist' is unknown. Data: cifar10, cifar100, digits, folder, video, text, tokens, or a path/to/file.npz"),
+        (
+            "imagenet",
+            {},
+            r"data 'imagenet' is unknown. Data: cifar10, cifar100, mnist, fashion-mnist, digits, folder, video, text, tokens",
+        ),
         ("digits", {"size": 8}, "size=8 means something for 'folder' only"),
         ("folder", {"seq": 8}, "seq=8 means something for 'text' only"),
         ("text", {"seq": 0}, "seq=0 must be at least 1"),

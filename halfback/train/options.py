@@ -21,6 +21,7 @@ EXAMPLES = """\
 data:
   digits                  1797 scanned digits that come with scikit-learn
   cifar100, cifar10       the official binary version, unpacked, in --root DIR or in $HALFBACK_DATA/cifar100
+  mnist, fashion-mnist    the four files as published, train-images-idx3-ubyte.gz ..., in --root DIR or in $HALFBACK_DATA/mnist
   folder                  --root DIR with train/CLASS/*.jpg and val/CLASS/*.jpg, as ImageNet has; --size 224
   video                   --root DIR with train.npz and test.npz: clips (N, T, H, W, 3) and labels
   text                    --root FILE.txt, or DIR with train.txt and test.txt; a token is a byte. For language models: hf:gpt2

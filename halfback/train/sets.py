@@ -1,6 +1,7 @@
 """Sets to train on: images, clips and text, held as bytes on the device where training happens.
 
     cifar10, cifar100   ROOT/train.bin, test.bin (cifar10: data_batch_1 ... 5.bin, test_batch.bin): the official binary versions
+    mnist, fashion-mnist   ROOT/train-images-idx3-ubyte.gz and its three companions, as published (`idx.py`)
     digits              scikit-learn's 1797 digits of 8 x 8 pixels, split as in `data.py`; nothing to download
     FILE.npz            arrays x_train, y_train, x_test, y_test: images (N, H, W) or (N, C, H, W) of uint8, or of floats in [0, 1]
     folder              ROOT/train/CLASS/*.jpg, ROOT/val/CLASS/*.jpg: read from disk batch by batch
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from ..data import KEYS, check_channels, digits
 from .folder import check_headers, check_pillow, class_names, list_files, read_image
+from .idx import KINDS, SOURCE, read_images
 from .settings import Settings
 
 VARIABLE = "HALFBACK_DATA"
@@ -367,6 +369,14 @@ def _joined(records: list[tuple[np.ndarray, np.ndarray]]) -> Part:
 # Arrays
 
 
+def _mnist(root: Path) -> _Read:
+    parts = []
+    for path, x, y in (read_images(root, kind) for kind in KINDS):
+        parts.append(_labelled(x[:, None].copy(), path, "labels", {"labels": y}))
+    train, test = parts
+    return _Read("images", train, test, _classes(root, train, test))
+
+
 def _digits() -> _Read:
     found = digits()
     low, high = found.x_train.aminmax()  # scikit-learn's 0 and 16, normalised
@@ -529,6 +539,8 @@ def _windows(root: Path, kind: str, tokens: Tensor, seq: int) -> Part:
 READERS: dict[str, Callable[..., _Read]] = {
     "cifar10": _cifar10,
     "cifar100": _cifar100,
+    "mnist": _mnist,
+    "fashion-mnist": _mnist,
     "digits": _digits,
     "folder": _folder,
     "video": _video,
@@ -538,4 +550,4 @@ READERS: dict[str, Callable[..., _Read]] = {
 SOURCES = {
     f"cifar{n}": f'Download the "CIFAR-{n} binary version" from https://www.cs.toronto.edu/~kriz/cifar.html and unpack it.'
     for n in (10, 100)
-}
+} | dict.fromkeys(("mnist", "fashion-mnist"), SOURCE)
