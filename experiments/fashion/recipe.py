@@ -8,9 +8,9 @@ OPTIMIZERS = {
     "SGD": {"optimizer": "sgd", "lr": 0.2, "weight_decay": 5e-4},
 }
 POOLS = {"class token": f"{MODEL}:from_class_token", "average": f"{MODEL}:from_mean"}
-SBP, SCALED, DROPIT = "sbp(keep=0.5)", "sbp(keep=0.5, scale=True)", "dropit(keep=0.1, exact_first=False)"
+SBP, SCALED = "sbp(keep=0.5)", "sbp(keep=0.5, scale=True)"
 GROUPS = {
-    ("average", "AdamW"): {"SBP": SBP, "SBP, scaled": SCALED, "DropIT": DROPIT},
+    ("average", "AdamW"): {"SBP": SBP},
     ("class token", "AdamW"): {"SBP": SBP},
     ("average", "SGD"): {"SBP": SBP, "SBP, scaled": SCALED},
 }

@@ -57,13 +57,13 @@ class Basic(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, channels: int, classes: int):
+    def __init__(self, channels: int, classes: int, width: int = 64):
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-        self.layers = nn.ModuleList(b for ins, outs, stride in widths for b in (Basic(ins, outs, stride), Basic(outs, outs, 1)))
-        self.head = nn.Linear(512, classes)
+        self.conv1 = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        stages = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2), (4 * width, 8 * width, 2)]
+        self.layers = nn.ModuleList(b for ins, outs, stride in stages for b in (Basic(ins, outs, stride), Basic(outs, outs, 1)))
+        self.head = nn.Linear(8 * width, classes)
         for m in self.modules():
             if isinstance(m, nn.Conv2d):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
