@@ -43,6 +43,7 @@ from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, prog
 from .record import Recorder, locked, write_json
 from .sets import DataSet, batches, order, seed_from, set_of
 from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
+from .weights import begin_with
 
 TESTED = 1000  # samples at once; without gradients they are light
 LOOKED = 50  # steps between looks at the loss, which wait for the device
@@ -85,6 +86,7 @@ class Training:
         s = settings
         self.augment = Augment(s.crop, s.flip, s.randaugment, s.magnitude, s.erase, s.mixup, s.cutmix, mixing=s.mixing, compiled=s.compile)
         self.generator = torch.Generator(self.device)
+        self.begun_with = ""
         self.model = self.run = self._model()
         self.averaged = Averaged(self.model, settings.ema) if settings.ema is not None else None
         self.methods = self._methods()
@@ -132,7 +134,10 @@ class Training:
                 "returns scores of classes."
             )
         torch.manual_seed(s.seed)
-        model = load_for(s.model, self.data.kind, self.data.shape, self.data.classes, s.drop_path).to(self.device)
+        model = load_for(s.model, self.data.kind, self.data.shape, self.data.classes, s.drop_path)
+        if s.weights is not None and checkpoint.latest(self.folder / "checkpoints") is None:
+            self.begun_with = begin_with(model, Path(s.weights))
+        model = model.to(self.device)
         if s.channels_last:
             model = model.to(memory_format=self._layout())  # type: ignore[call-overload]
         x, y = self._batch(torch.arange(min(2, len(self.data.train))), 0, augmented=False)
@@ -683,7 +688,13 @@ def _introduced(t: Training, resume: bool) -> list[str]:
     on = [f"Goes on after step {t.step}."] if 0 < t.step < t.steps else ["It is trained already."] if t.step else []
     on += [f"{t.folder} has no checkpoint to go on from: the training begins."] if resume and not t.step else []
     on += [f"--monitor {s.monitor} has nothing to compare: the gradients are exact."] if s.monitor and not t.methods else []
-    return [*t.data.notes, *applied, f"{what}. {steps} on {s.device}, {s.dtype}; {held}. Seed {s.seed}.", *on]
+    return [
+        *t.data.notes,
+        *([t.begun_with] if t.begun_with else []),
+        *applied,
+        f"{what}. {steps} on {s.device}, {s.dtype}; {held}. Seed {s.seed}.",
+        *on,
+    ]
 
 
 def _told(r: dict[str, Any]) -> str:

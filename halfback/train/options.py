@@ -39,6 +39,7 @@ examples:
   halfback train --method "sbp(keep=0.5, schedule=((0, 1.0), (0.3, 0.5)))" --exact-tail 0.1
                                        all positions at first, half of them from three tenths of the training on, exact in its last tenth
   halfback train --model timm:convnext_tiny --data folder --root imagenet --size 224 --budget 16GiB --device cuda --dtype bf16
+  halfback train --weights out/mine/best.safetensors --data flowers.npz --model resnet18 --optimizer sgd --lr 0.01      fine-tune
   halfback train --out out/train --resume                                            go on
   torchrun --nproc-per-node 4 -m -- halfback train ...                               share each batch among four GPUs
   torchrun --nproc-per-node 4 -m -- halfback train ... --parallel fsdp               and the weights too
@@ -46,6 +47,7 @@ examples:
 GROUPS: dict[str, dict[str, str]] = {
     "what is trained": {
         "model": "see below",
+        "weights": "a safetensors file to begin with, as best.safetensors of another training; what does not fit, as a head, begins fresh",
         "data": "see below",
         "root": "where the data lies (default: $HALFBACK_DATA/NAME)",
         "method": 'as "sbp(keep=0.5)+recompute", or a JSON list of methods',

@@ -93,6 +93,7 @@ class Settings:
 
     # what
     model: str = "small-vit"
+    weights: str | None = None  # a safetensors file to begin with
     data: str = "digits"
     root: str | None = None  # where the data lies; None: HALFBACK_DATA/NAME
     method: str = "exact"  # "sbp(keep=0.5)+recompute", or JSON: a list of methods as to_json() writes them
