@@ -3,6 +3,11 @@
     halfback reproduce dropit_main --keep
     python experiments/dropit_histograms/study.py --runs out/runs/dropit_main --data DIR --device cuda
 
+The same of a narrow network, on a CPU:
+
+    halfback reproduce dropit_fashion --keep
+    python experiments/dropit_histograms/study.py --runs out/runs/dropit_fashion --out experiments/dropit_histograms_fashion
+
 parameters   of exact trainings and of those with DropIT, layer by layer, seed by seed. The control, which the paper lacks: an exact
              training with another seed
 gradients    of one batch, in float32, with the weights that exact trainings begin and end with: the exact gradient and DropIT's, at
@@ -204,7 +209,11 @@ def markdown(results: dict[str, Any]) -> str:
     commit = f"; commit {results['commit'][:10]}" if results["commit"] else ""
     seeds = ", ".join(results["seeds"])
     return "\n\n".join(
-        [*parts, f"**Does it hold?** {verdict(found)}", f"`experiments/dropit_histograms/study.py`. Seeds {seeds}. {made}{commit}."]
+        [
+            *parts,
+            f"**Does it hold?** {verdict(found)}",
+            f"`experiments/dropit_histograms/study.py` of `{results['of']}`. Seeds {seeds}. {made}{commit}.",
+        ]
     )
 
 
@@ -247,9 +256,12 @@ def main(argv: list[str] | None = None) -> None:
     if not args.text:
         torch.backends.cudnn.allow_tf32 = False
         places = ended(args.runs)
-        title = "DropIT, figure 4: histograms of parameters and gradients"
-        results = {"name": args.out.name, "order": 2, "title": title, "seeds": [str(s) for s in places["exact"]]}
-        results |= {**surroundings(args.device), "found": study(places, args.data, args.device)}
+        own = Settings.from_json(load(next(iter(places["exact"].values())))[1]["settings"])
+        on = {"cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}.get(own.data, own.data)
+        title = f"DropIT, figure 4: histograms of parameters and gradients, on {on}"
+        order = 2 if own.device == "cuda" else 33
+        results = {"name": args.out.name, "order": order, "title": title, "seeds": [str(s) for s in places["exact"]]}
+        results |= {"of": args.runs.name, **surroundings(args.device), "found": study(places, args.data, args.device)}
         args.out.mkdir(parents=True, exist_ok=True)
         write_json(args.out / "results.json", results)
     if not (args.out / "results.json").exists():
