@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .notes import constant, note
+from .notes import constant, note, warn
 from .streams import (
     BRANCH,
     TABLE,
@@ -48,6 +48,10 @@ from .streams import (
 )
 
 MODES = ("query", "qkv", "heads")
+SAMPLES = (
+    "what is split stands where attention has samples. If this block takes (positions, samples, features), whole samples are kept and "
+    "dropped: say {}(axis=0)"
+)
 # A causal backward of strided rows goes in parts, each a launch of its own, and a node of a compiled graph. They halve its arithmetic,
 # which grows with the square of the keys. What is moved for them grows with the keys alone, and of few keys is more: about 2 KB a token
 # and head, against 5 x keys x width operations. tests/test_cuda.py times both.
@@ -140,6 +144,8 @@ def join(x: Streams | Tensor, ordered: bool) -> Tensor:
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """F.scaled_dot_product_attention on Streams."""
     q = query
+    if isinstance(q, Streams) and q.kept.ndim == 4 and q.axis == 0 and q.span == q.outer == 1:
+        warn(q.site.owner, q.site.block, SAMPLES.format("SkipTokens" if q.site.attention == "skip" else "SBP"))
     if not isinstance(q, Streams) or q.kept.ndim != 4 or q.axis != 2 or q.span != 1 or q.outer != 1 or isinstance(attn_mask, Streams):
         return NotImplemented
     mode = q.site.attention

@@ -3,8 +3,9 @@
 NOTE [one draw a forward]
  1. Positions are drawn at the first chosen block that a forward enters, and kept until that forward ends.
  2. Inside a backward, nothing is drawn. A checkpointed block that splits a plain tensor again looks up what its forward drew, by the
-    storage of that tensor, which checkpointing holds until then. Where it cannot be found (the tensor came back in another storage,
-    or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be wrong, and silent.
+    storage of that tensor, which checkpointing holds until then, and by the checkpoint (drawn.py). Where it cannot be found (the tensor
+    came back in another storage, or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be
+    wrong, and silent.
  3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from .drawn import Ambiguous, Drawn
 from .handed import exchange
 from .methods import SBP, DropIT, Lean, SkipTokens
 from .notes import LISTENERS, caution, constant, listen, note, uncompiled
@@ -43,7 +44,6 @@ from .streams import (
 )
 
 MOST_LEADING_TOKENS = 16  # class, distillation and register tokens: more than these in front of an image grid are something else
-REMEMBERED = 64  # splits whose positions a checkpoint may still ask for
 CANNOT_TELL = (
     "{} is computed again in a backward pass, and halfback cannot tell which positions its forward kept: reentrant checkpointing ran it "
     "without gradients, its input came back in another storage, or it is compiled by itself inside of a checkpoint. Use "
@@ -56,11 +56,23 @@ COMPUTED_TOO = (
     "leave {} out."
 )
 
+SEVERAL = (
+    "{} is computed again in a backward pass, and halfback cannot tell which of several forwards it is of, which split the same tensor at "
+    "different positions. Use checkpoint(..., use_reentrant=False), hb.Recompute(), or a backward after each forward."
+)
+TWICE = (
+    "halfback: double backward (create_graph=True) through SBP is not supported: its gradient is none of a function. Use hb.exact(model)."
+)
 READS_ONE = (
     "of each sample the loss reads one of {1} positions, which {0} does not always keep. Where it drops it, the chosen blocks get next to "
     "no gradient. Choose blocks that exact ones follow, as layers='first 2/3', or use Lean, Recompute or DropIT"
 )
-LOOKS = 3  # losses in a row that do so: of few masked tokens one may be alone by chance
+READS_NONE = (
+    "in {2} of the first {3} steps the loss read none of the {1} positions that {0} keeps: it reads few. The chosen blocks got next to no "
+    "gradient there. Keep more, choose blocks that exact ones follow, as layers='first 2/3', or use Lean, Recompute or DropIT"
+)
+LOOKS = 3  # losses that do so, the first ones: of few masked tokens one may be alone by chance
+LOOKED_AT = 16  # losses, until no more are
 
 
 @constant
@@ -79,7 +91,6 @@ class State:
         self.chains = chains  # for each block: by which factors the grid shrinks between it and the last chosen one
         self.report = report
         self.step = torch.zeros((), dtype=torch.int64)
-        self.on, self.paused = True, 0  # paused: by how many `exact`
         self.set_keep(method.keep)
         self._reset()
 
@@ -97,15 +108,16 @@ class State:
     def _reset(self) -> None:
         tell_einops()
         self.owner = listen(self.report)
+        self.on, self.paused = True, 0  # paused: by how many `exact`, of which a copy is in none
         self.open = False
         self.key: Tensor | None = None  # of this forward's draws
         self.current: list[Positions] | None = None
         self.grids: tuple[tuple[tuple[int, ...], str], ...] = ()  # of convolutions in this forward, and where, the last one first
         self.asked: tuple[tuple[int, int], ...] = ()  # sizes that a compiled forward was called with: see `_turned`
-        self.seen: OrderedDict[int, tuple[list[Positions], Any]] = OrderedDict()  # by storage: what its split was drawn as
+        self.drawn = Drawn()  # by this forward and others, whose checkpoints may run again
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("owner", "open", "key", "current", "grids", "asked", "seen")
+        passing = ("owner", "open", "key", "current", "grids", "asked", "drawn", "on", "paused")
         return {k: v for k, v in self.__dict__.items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,19 +151,22 @@ class State:
                 raise RuntimeError(CANNOT_TELL.format(block))
             self.start()
             return self._at(self._draw(self.key, *where), self.key, *where)
-        storage = x.untyped_storage()._cdata
         if in_backward():
-            if storage not in self.seen:
-                raise RuntimeError(self._unknown(block))
-            return self._at(*self.seen[storage], *where)
+            return self._at(*self._drawn_before(block, x), *where)
         if self.current is None:
             self.start()
             self.current = self._draw(self.key, *where)
-        self.seen[storage] = (self.current, self.key)
-        self.seen.move_to_end(storage)
-        while len(self.seen) > REMEMBERED:
-            self.seen.popitem(last=False)
+        self.drawn.keep(x, self.current, self.key)
         return self._at(self.current, self.key, *where)
+
+    def _drawn_before(self, block: str, x: Tensor) -> tuple[list[Positions], Any]:
+        try:
+            found = self.drawn.look_up(x)
+        except Ambiguous:
+            raise RuntimeError(SEVERAL.format(block)) from None
+        if found is None:
+            raise RuntimeError(self._unknown(block))
+        return found
 
     def _unknown(self, block: str) -> str:
         lean = next((type(m).__name__ for m in self.report.methods if isinstance(m, (Lean, DropIT))), None)
@@ -351,8 +366,15 @@ class Plain(Hook):
         return merge_all(args), merge_all(kwargs)
 
 
+def tell_unseen(owner: str, name: str, block: nn.Module) -> None:
+    if any(m._backward_hooks or m._backward_pre_hooks for m in block.modules()):
+        note(owner, name, "unseen", "backward hooks of its modules, which do not fire on streams")
+
+
 class Enter(Hook):
     """Before a chosen block: its first activation becomes two streams."""
+
+    looks = 0  # at hooks that others set after ours
 
     def __init__(self, state: State, name: str, block: nn.Module):
         super().__init__(state, name)
@@ -369,6 +391,9 @@ class Enter(Hook):
         if torch.compiler.is_compiling():
             _know_matmul()
             ROUTE.__enter__()
+        elif self.looks < LOOKS:
+            self.looks += 1
+            tell_unseen(self.state.owner, self.name, module)
         if args:
             return (self.enter(args[0]), *args[1:]), kwargs
         if self.first in kwargs:
@@ -398,6 +423,8 @@ class Enter(Hook):
 
     def place(self, x: Tensor) -> tuple[int, int]:
         """On which axes positions lie."""
+        if x.ndim == 3 and self.state.method.axis is not None:
+            return self.state.method.axis, 1
         if x.ndim == 3 and x.shape[1] in self.lines and x.shape[2] not in self.lines:
             return 2, 1
         if x.ndim == 3:
@@ -418,8 +445,8 @@ class Enter(Hook):
 class Leave(Hook):
     """After a chosen block. Streams end after the last one of a run."""
 
-    looked = False  # at what the losses read of the last one's output
-    alone = 0  # of how many it was one position, so far
+    looked = False  # at what the losses read of the last one's output, often enough
+    looks = alone = none = 0  # so often; how often of one position alone; and of none that is kept
 
     def __call__(self, module, args, output):
         if self.idle(module) and not contains(output):
@@ -435,13 +462,20 @@ class Leave(Hook):
         if not contains(output):
             return None
         trunk, merged = find((output,)), merge_all(_restored(output))
-        if not (torch.compiler.is_compiling() or self.looked or in_backward()):
-            self.watch(trunk, merged[0] if isinstance(merged, (list, tuple)) else merged)
+        first = merged[0] if isinstance(merged, (list, tuple)) else merged
+        if not torch.compiler.is_compiling() and isinstance(first, Tensor) and first.requires_grad:
+            first.register_hook(self.once)
+            if not (self.looked or in_backward()):
+                self.watch(trunk, first)
         return merged
 
-    def watch(self, trunk: Streams | None, merged: Any) -> None:
-        """In the first backwards: does the loss reach one position alone, which is kept by chance?"""
-        if trunk is None or trunk.span > 1 or trunk.outer > 1 or not (isinstance(merged, Tensor) and merged.requires_grad):
+    def once(self, grad: Tensor) -> None:
+        if torch.is_grad_enabled() and ("cut", "") in self.state.report.notes:
+            raise RuntimeError(TWICE)
+
+    def watch(self, trunk: Streams | None, merged: Tensor) -> None:
+        """In the first backwards: does the loss reach one position alone, which is kept by chance, or often none that is kept?"""
+        if trunk is None or trunk.span > 1 or trunk.outer > 1:
             return
         at, axis = trunk.at, trunk.axis
         last = axis == merged.ndim - 2 or (axis == 0 and merged.ndim == 3)
@@ -460,11 +494,15 @@ class Leave(Hook):
                 return  # as behind a head that begins with zeros
             if ("cut", "") not in self.state.report.notes:
                 return  # exact so far
-            by_chance = each.max() == 1 and reached[:, at.always :].any()
-            self.alone = self.alone + 1 if by_chance else 0
-            self.looked = self.alone in (0, LOOKS)
-            if self.alone == LOOKS:
-                caution(self.state.report, self.name, READS_ONE.format(self.state.method, at.n))
+            self.looks += 1
+            self.alone += bool(each.max() == 1 and reached[:, at.always :].any())
+            self.none += not reached.index_select(-1, at.index[0, : at.k]).any()
+            method, report = self.state.method, self.state.report
+            if self.alone == self.looks == LOOKS:
+                caution(report, self.name, READS_ONE.format(method, at.n))
+            elif self.none == LOOKS:
+                caution(report, self.name, READS_NONE.format(method, at.n, LOOKS, self.looks))
+            self.looked = self.looks == LOOKED_AT or LOOKS in (self.none, self.alone if self.alone == self.looks else 0)
 
         merged.register_hook(look)
 

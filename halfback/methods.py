@@ -98,11 +98,13 @@ def _check_schedule(method: Any) -> None:
     object.__setattr__(method, "schedule", tuple((float(share), float(keep)) for share, keep in points))
 
 
-def _check_places(method: str, grid: Any, always: Any) -> None:
+def _check_places(method: str, grid: Any, always: Any, axis: Any) -> None:
     if grid is not None and (not grid or len(grid) > 3 or any(not isinstance(g, int) or g < 1 for g in grid)):
         raise ValueError(f"{method}(): grid={grid!r} must be one to three positive sizes, as (14, 14).")
     if always is not None and (not isinstance(always, int) or always < 0):
         raise ValueError(f"{method}(): always={always!r} must be the number of leading tokens that are always kept, as 1.")
+    if axis not in (None, 0, 1, 2) or isinstance(axis, bool):
+        raise ValueError(f"{method}(): axis={axis!r} must be 0, 1 or 2: on which of a block's input positions lie, or None.")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class SBP(Method):
     attention  "query": keys and values of all positions get a gradient; "qkv": of kept ones only; "heads": kept heads
     grid       the shape in which positions lie, where it cannot be found, as (14, 14)
     always     how many leading tokens (class, register) are always kept; None: found from the model
+    axis       of a block's input of three, where positions lie: 0 for (positions, samples, features); None: found from the model
     masks      "shared" by all layers; "independent" and "disjoint" are for experiments
     scale      what a kept position passes back to others, through attention or a depthwise convolution, counts for the dropped ones
                too, so that it is right in the mean; False: as in the paper, it is that much smaller
@@ -134,6 +137,7 @@ class SBP(Method):
     attention: str = "query"
     grid: tuple[int, ...] | None = None
     always: int | None = None
+    axis: int | None = None
     masks: str = "shared"
     scale: bool = False
     opaque: tuple[str, ...] = ()
@@ -144,7 +148,7 @@ class SBP(Method):
     def __post_init__(self) -> None:
         _check_keep("SBP", self.keep)
         _check_schedule(self)
-        _check_places("SBP", self.grid, self.always)
+        _check_places("SBP", self.grid, self.always, self.axis)
         _one_of("SBP", "sampler", self.sampler, SAMPLERS)
         _one_of("SBP", "ramp", self.ramp, RAMPS)
         _one_of("SBP", "attention", self.attention, ATTENTION)
@@ -175,6 +179,7 @@ class SkipTokens(Method):
     sampler: str = "grid"
     grid: tuple[int, ...] | None = None
     always: int | None = None
+    axis: int | None = None
     carry: bool | None = None
     seed: int = 0
     schedule: Schedule | None = None
@@ -188,7 +193,7 @@ class SkipTokens(Method):
     def __post_init__(self) -> None:
         _check_keep("SkipTokens", self.keep)
         _check_schedule(self)
-        _check_places("SkipTokens", self.grid, self.always)
+        _check_places("SkipTokens", self.grid, self.always, self.axis)
         _one_of("SkipTokens", "sampler", self.sampler, SAMPLERS)
         if self.grid is not None:
             object.__setattr__(self, "grid", tuple(self.grid))

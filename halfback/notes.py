@@ -55,8 +55,16 @@ def note(owner: str, block: str, kind: str, what: str) -> bool:
     return True
 
 
-def caution(report: Any, block: str, what: str) -> None:
+def caution(report: Any, block: str, what: str, kind: str = "caution") -> None:
     """For a user who does not read reports, too: a warning, of the first block."""
-    if ("caution", what) not in report.notes:
+    if (kind, what) not in report.notes:
         log.warning("halfback: %s: %s.", block, what)
-    report.hear(block, "caution", what)
+    report.hear(block, kind, what)
+
+
+@constant
+def warn(owner: str, block: str, what: str) -> bool:
+    """The same inside of a block, which may be compiled."""
+    if owner in LISTENERS:
+        caution(LISTENERS[owner], block, what, "warned")
+    return True

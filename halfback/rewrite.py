@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from . import blocks as finding
 from .apart import Apart
 from .heads import LEAST, Spared, bodies, find_heads
-from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, State
+from .hooks import Around, Begin, End, Enter, Grid, Hook, Leave, Plain, State, tell_unseen
 from .methods import METHODS, SBP, ChunkedLoss, DropIT, Lean, Method, Recompute, SkipTokens
 from .notes import log
 from .recompute import Recomputed
@@ -224,8 +224,7 @@ def _hook(model, method, found, chosen, opaque, modules, report) -> State:
     for name in chosen:
         modules[name].register_forward_pre_hook(Enter(state, name, modules[name]), with_kwargs=True)
         modules[name].register_forward_hook(Leave(state, name), prepend=True)
-        if any(m._backward_hooks or m._backward_pre_hooks for m in modules[name].modules()):
-            report.hear(name, "unseen", "backward hooks of its modules, which do not fire on streams")
+        tell_unseen(state.owner, name, modules[name])
     return state
 
 

@@ -16,6 +16,7 @@ TOLD = {  # what a report says of a kind of note: of what, and in which blocks
     "dense": "dense, output split again, at {} in {}",
     "unseen": "not seen: {} in {}",
     "caution": "CAUTION, behind {1}: {0}",
+    "warned": "CAUTION, in {1}: {0}",
 }
 
 
@@ -48,9 +49,8 @@ class Report:
         self.sizes = [*(size for size in self.sizes if size not in sizes), *dict.fromkeys(sizes)][-SIZES:]
 
     def account(self, rows: list[Row]) -> None:
-        if self.before is None:
-            self.rows = rows
-            self.before, self.after = sum(r.before for r in rows), sum(r.after for r in rows)
+        self.rows = rows
+        self.before, self.after = sum(r.before for r in rows), sum(r.after for r in rows)
 
     def table(self) -> str:
         """Lean and DropIT: a line for all that each layer and function saves."""

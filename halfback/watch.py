@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from . import layers
 from .blocks import patterns_of
 from .compiled import Marking, marks
+from .drawn import frame_now
 from .ledger import Approximated, Blank, Entry, Exact, Ledger, Stored, Value
 from .methods import DropIT
 from .notes import constant, listen, note, rank
 from .recompute import checkpointed
 from .standins import Standin, standins
+
+PASSING = ("ledger", "looked", "names", "owner", "on", "paused", "account", "accounted")  # not copied
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Watch:
         self._model = weakref.ref(model)
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
-        self.on, self.paused = True, 0  # paused: by how many `exact`
+        self.told = False  # is what the report says of a forward of the root?
         self.exact = not isinstance(method, DropIT)
         self.computes = self.exact or method.lean  # again what is cheap
         self.set_keep(getattr(method, "keep", 1.0))
@@ -118,12 +121,15 @@ class Watch:
 
     def _reset(self) -> None:
         self.owner = listen(self.report)
+        self.on, self.paused = True, 0  # paused: by how many `exact`, of which a copy is in none
+        self.account: Account | None = None  # of a forward without the root, block by block
+        self.accounted: set[int] = set()
         self.ledger: Ledger | None = None
         self.looked = False  # for modules that are compiled
         self.names: dict[int, tuple[Any, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("ledger", "looked", "names", "owner")}
+        state = {k: v for k, v in self.__dict__.items() if k not in PASSING}
         return {**state, "_model": self._model(), "weights": [p for ref in self.weights if (p := ref()) is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,15 +186,30 @@ class Watch:
             return False
         return any([weight is ref() for ref in self.weights]) is not self.all_but
 
-    def open(self) -> Any:
+    def open(self, module: nn.Module) -> Any:
         if not self.looked:
             self.looked = True
             model: Any = self._model()
-            for module in model.modules():
-                call = module._compiled_call_impl
-                if call is not None and not isinstance(call, Unseen) and (self.exact or _has_frames(module)):
-                    module._compiled_call_impl = Unseen(call, self)
-        return Ledger(layers.rules, self, Account(self) if self.report.before is None else None).open()
+            for m in model.modules():
+                call = m._compiled_call_impl
+                if call is not None and not isinstance(call, Unseen) and (self.exact or _has_frames(m)):
+                    m._compiled_call_impl = Unseen(call, self)
+        return Ledger(layers.rules, self, self._account(module)).open()
+
+    def _account(self, module: nn.Module) -> Account | None:
+        """Who tells the report: the first forward of the root; before there is one, that of its blocks. What a checkpoint runs is held
+        by nobody when it ends, and blocks inside of another frame are told of by that."""
+        if self.told or self.ledger is not None or frame_now() is not None:
+            return None
+        if module is self._model():
+            self.told = True
+            return Account(self)
+        if id(module) in self.accounted:  # it comes again, so that a forward is over
+            self.account = None
+        elif not self.accounted or self.account is not None:
+            self.accounted.add(id(module))
+            self.account = self.account or Account(self)
+        return self.account
 
 
 @constant
@@ -244,7 +265,7 @@ class Watched(Standin):
                 return self.plain(*args, **kwargs)
         if watch.ledger is not None and watch.ledger.mine():  # inside a frame
             return self.plain(*args, **kwargs)
-        with watch.open() as ledger:
+        with watch.open(self.module) as ledger:
             ledger.give(args, kwargs)
             out = self.plain(*args, **kwargs)
             if ledger.tell is not None:

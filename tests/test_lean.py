@@ -612,3 +612,27 @@ def test_parts_of_a_parameter_enter_blocks_that_are_computed_again(text, checkpo
     hb.apply_(model, *hb.parse(text))
     model(x).pow(2).sum().backward()
     assert all(torch.allclose(p.grad, wanted[name], rtol=1e-12) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["root", "part", "checkpointed", "part, checkpointed, then root"])
+def test_the_report_tells_of_a_whole_forward_however_the_model_is_run(how):
+    """A part of it, block by block; with the model's own checkpointing, what is held when the forward ends."""
+    model, _ = zoo.make("llama")
+    ids = zoo.tokens(24)
+    if "checkpointed" in how:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def run():
+        return model.model(input_ids=ids, use_cache=False)[0] if how == "part" else model(input_ids=ids, use_cache=False).logits
+
+    before = hb.held(model, run)
+    report = hb.apply_(model, hb.Lean())
+    if "then" in how:
+        model.model(input_ids=ids, use_cache=False)
+        assert report.before is None, "nothing is told of blocks that are freed as soon as they have ended"
+    after = hb.held(model, run)
+    told = report.before, report.after
+    for _ in range(2):  # and a later forward changes nothing
+        run().sum().backward()
+    assert told == (report.before, report.after)
+    assert report.before == pytest.approx(before, rel=0.03) and report.after == pytest.approx(after, rel=0.06)

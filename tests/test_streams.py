@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
-from halfback.hooks import Leave
+from halfback.hooks import LOOKED_AT, Leave
 from halfback.methods import ATTENTION, parse
 from halfback.models import ViT
 from halfback.positions import Positions
@@ -882,6 +883,23 @@ def test_a_single_position_is_told_when_three_losses_in_a_row_read_one(losses, w
     assert reading_one(*losses) == warned
 
 
+def two_of_many(model):
+    model(torch.randn(2, 12, 16))[:, -2:].square().sum().backward()
+
+
+def test_a_loss_that_reads_few_is_told_where_often_none_of_them_is_kept():
+    torch.manual_seed(0)
+    for keep, warned in ((0.125, True), (0.5, False)):  # half of the positions: one of two neighbours
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4))).train()
+        report = hb.apply_(model, hb.SBP(keep=keep, always=0))
+        without = 0
+        for _ in range(LOOKED_AT):
+            model.zero_grad()
+            two_of_many(model)
+            without += not model[-1].linear2.weight.grad.any()
+        assert (without >= 3) == warned and ("steps the loss read none of the 12 positions" in str(report)) == warned
+
+
 def last_of_the_first(model):
     model(torch.randn(12, 2, 16))[-1].square().sum().backward()
 
@@ -911,9 +929,97 @@ def test_a_class_token_a_mean_and_next_tokens_are_no_single_position(name, caplo
     report = hb.apply_(model, hb.SBP(keep=0.5))
     for _ in range(3):
         zoo.loss(model, batch).backward()
-    looked = [hook.looked for m in model.modules() for hook in m._forward_hooks.values() if isinstance(hook, Leave)]
+    looked = [hook.looks > 0 for m in model.modules() for hook in m._forward_hooks.values() if isinstance(hook, Leave)]
     assert any(looked) != ("convnext" in name)  # maps are not asked
     assert report.positions and not told(caplog) and "CAUTION" not in str(report)
+
+
+class SamplesSecond(nn.Module):
+    """(positions, samples, features), by hand."""
+
+    def __init__(self, d=16, heads=2):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out, self.mlp = (
+            nn.Linear(d, 3 * d),
+            nn.Linear(d, d),
+            nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d)),
+        )
+
+    def forward(self, x):
+        n, b, d = x.shape
+        q, k, v = (t.reshape(n, b, self.heads, d // self.heads).permute(1, 2, 0, 3) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).reshape(n, b, d))
+        return x + self.mlp(self.norm2(x))
+
+
+class SamplesFirst(SamplesSecond):
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("method", [hb.SBP, hb.SkipTokens])
+def test_samples_that_were_taken_for_positions_are_told_and_axis_says_where_those_are(method, caplog):
+    torch.manual_seed(0)
+    second = nn.Sequential(*(SamplesSecond() for _ in range(3))).double().train()
+    first = nn.Sequential(*(SamplesFirst() for _ in range(3))).double().train()
+    first.load_state_dict(second.state_dict())
+    x = torch.randn(12, 6, 16).double()
+    report = hb.apply_(second, method(keep=0.5, layers="all"))
+    with contextlib.nullcontext() if method is hb.SBP else pytest.raises(RuntimeError, match="needs all positions"):
+        second(x).square().sum().backward()
+    where = "0, 1, 2" if method is hb.SBP else "0"
+    assert f"CAUTION, in {where}: what is split stands where attention has samples" in str(report)
+    assert any(f"say {method.__name__}(axis=0)" in said for said in told(caplog))
+    hb.remove_(second)
+    second.zero_grad()
+    caplog.clear()
+    for model, axis, batch in ((second, 0, x), (first, None, x.transpose(0, 1))):
+        report = hb.apply_(model, method(keep=0.5, layers="all", axis=axis))
+        out = model(batch)
+        (out if model is second else out.transpose(0, 1)).pow(3).sum().backward()
+        assert "CAUTION" not in str(report) and not told(caplog)
+    assert all(torch.allclose(p.grad, q.grad, atol=1e-10) for p, q in zip(second.parameters(), first.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("axis", [3, -1, "0", True])
+def test_an_axis_that_cannot_be_is_refused(axis):
+    for method in (hb.SBP, hb.SkipTokens):
+        with pytest.raises(ValueError, match=r"axis=.* must be 0, 1 or 2: on which of a block's input positions lie, or None"):
+            method(axis=axis)
+
+
+def test_a_gradient_of_a_gradient_raises_unless_it_is_exact():
+    x = torch.randn(2, 12, 16, requires_grad=True)
+    model = nn.Sequential(*(Block16() for _ in range(3))).train()
+    (plain,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    hb.apply_(model, hb.SBP(keep=0.5, layers="all"))
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) through SBP is not supported.* Use hb.exact\(model\)"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with hb.exact(model):
+        (exact,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert torch.allclose(plain, exact)
+    exact.square().sum().backward()
+    assert model[0].mlp[0].weight.grad.any()
+    torch.autograd.grad(model(x).sum(), x)  # and one gradient alone is SBP's
+
+
+def test_backward_hooks_that_come_after_apply_are_told():
+    model = nn.Sequential(*(Block16() for _ in range(3))).train()
+    report = hb.apply_(model, hb.SBP(keep=0.5, layers="all"))
+    model[1].mlp.register_full_backward_hook(lambda module, grads, outs: None)
+    with pytest.warns(UserWarning, match="For backward hooks to be called"):  # torch's own
+        model(torch.randn(2, 12, 16)).sum().backward()
+    assert "not seen: backward hooks of its modules, which do not fire on streams in 1" in str(report)
+
+
+class Block16(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
 
 
 def test_dropout_in_attention_falls_back_and_is_reported():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
+import pickle
 
 import pytest
 import torch
@@ -54,6 +56,17 @@ def test_recompute_takes_the_memory_over_where_gradients_turn_exact(text):
     assert held(model, batch) == before and not same(plain, gradients(model, batch))
     hb.remove_(model)
     assert not any("forward" in vars(m) for m in model.modules()) and held(model, batch) == most
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_a_copy_that_is_made_meanwhile_is_not_exact_for_ever(text):
+    model, batch = zoo.make("vit")
+    plain = gradients(model, batch)
+    hb.apply_(model, *hb.parse(text))
+    with hb.exact(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert same(plain, gradients(model, batch))
+    assert not any(same(plain, gradients(m, batch)) for m in (model, *copies))
 
 
 def test_what_is_recomputed_already_is_not_twice():

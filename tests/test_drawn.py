@@ -1,0 +1,120 @@
+"""A tensor that goes through several forwards before any of their backwards: a checkpoint that runs again finds its own positions."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfback as hb
+from halfback.drawn import REMEMBERED, Ambiguous, Drawn
+
+
+class Block(nn.Module):
+    def __init__(self, d=16):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks that begin with a batch as it was given, or with what was learned; `checkpointed` is the model's own doing."""
+
+    def __init__(self, latents, checkpointed):
+        super().__init__()
+        self.blocks, self.mix, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.latents = nn.Parameter(torch.randn(1, 12, 16)) if latents else None
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        h = x if self.latents is None else self.latents.expand(len(x), -1, -1)
+        for i, block in enumerate(self.blocks):
+            h = checkpoint(block, h, use_reentrant=False) if self.checkpointed else block(h)
+            h = h + self.mix(x.mean(1, keepdim=True)) if i == 0 else h
+        return self.head(h.mean(1))
+
+
+def gradients(latents, checkpointed, text, batches):
+    torch.manual_seed(0)
+    model = Net(latents, checkpointed).double().train()
+    hb.apply_(model, *hb.parse(text))
+    scores = [model(x) for x in batches]
+    sum(s.pow(2 + i % 2).sum() for i, s in enumerate(scores)).backward()
+    return {k: p.grad for k, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random"])
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("same", [True, False])
+def test_several_forwards_before_a_backward_have_their_own_masks_in_a_checkpoint(sampler, latents, same):
+    torch.manual_seed(1)
+    x, other = torch.randn(3, 12, 16).double(), torch.randn(3, 12, 16).double()
+    batches = [x, x, x] if same else [x, other]
+    text = f"sbp(keep=0.5, layers='all', sampler='{sampler}')"
+    plain, own = gradients(latents, False, text, batches), gradients(latents, True, text, batches)
+    assert all(torch.allclose(plain[k], own[k], atol=1e-12) for k in plain)
+    exact = gradients(latents, False, "lean", batches)
+    assert not all(torch.allclose(plain[k], exact[k]) for k in plain), "and they are SBP's"
+
+
+def test_a_decoder_that_is_given_the_same_embeddings_twice():
+    model, _ = zoo.make("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = {}
+    for checkpointed in (True, False):
+        if not checkpointed:
+            model.gradient_checkpointing_disable()
+        torch.manual_seed(0)
+        x = model.get_input_embeddings()(zoo.tokens(12)).detach()
+        hb.apply_(model, hb.SBP(keep=0.5, layers="all"))
+        model.zero_grad()
+        one, two = (model(inputs_embeds=x, use_cache=False).logits for _ in range(2))
+        (one.square().sum() + two.pow(3).sum()).backward()
+        found[checkpointed] = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+        hb.remove_(model)
+    assert all(torch.allclose(g, found[False][k], rtol=1e-4, atol=1e-5 * g.abs().max().item()) for k, g in found[True].items())
+
+
+def test_more_forwards_than_are_remembered_elsewhere():
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 12, 16).double() for _ in range(REMEMBERED + 6)]
+    text = "sbp(keep=0.5, layers='all')"
+    plain, own = gradients(False, False, text, batches), gradients(False, True, text, batches)
+    assert all(torch.allclose(plain[k], own[k], atol=1e-9) for k in plain)
+
+
+def split_in_checkpoint(drawn, x, positions, key):
+    """What holds the checkpoint's frame alive."""
+
+    def run(x):
+        drawn.keep(x, positions, key)
+        return x.exp()
+
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def test_what_cannot_be_told_apart_raises_and_is_forgotten_with_its_graph():
+    drawn, x = Drawn(), torch.ones(3, requires_grad=True)
+    one, two = (split_in_checkpoint(drawn, x, [i], object()) for i in (1, 2))
+    with pytest.raises(Ambiguous):
+        drawn.look_up(x)  # outside of both
+    del one
+    gc.collect()
+    assert drawn.look_up(x)[0] == [2]
+    del two
+    gc.collect()
+    assert drawn.look_up(x) is None
+
+
+def test_what_nobody_can_ask_for_does_not_pile_up():
+    drawn = Drawn()
+    held = [torch.ones(1) for _ in range(20 * REMEMBERED)]
+    for x in held:
+        drawn.keep(x, [], None)
+    assert len(drawn.found) <= 3 * REMEMBERED
