@@ -367,4 +367,7 @@ def from_json(data: dict[str, Any]) -> Any:
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "method"}
     if data.get("method") not in METHODS:
         raise ValueError(f"from_json(): method={data.get('method')!r} is none of {', '.join(METHODS)}.")
+    known = [f.name for f in dataclasses.fields(METHODS[data["method"]]) if f.init]
+    if unknown := [k for k in fields if k not in known]:
+        raise ValueError(f"from_json(): {data['method']} takes {', '.join(known)}; found {unknown[0]!r}.")
     return METHODS[data["method"]](**fields)

@@ -127,7 +127,7 @@ def test_a_whole_row_without_its_line_end_is_kept(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "s\n' + json.dumps(row(2)) + "\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is no row of a training: .*Delete the folder"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is no row of a training: .*Remove that file, and --resume goes on"):
         Recorder(tmp_path, Settings(), resume_at=100)
 
 

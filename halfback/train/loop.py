@@ -31,7 +31,7 @@ from ..compiled import OPTIONS
 from ..course import Course
 from ..extras import install
 from ..heads import compile_
-from ..methods import Recompute, from_json
+from ..methods import SBP, DropIT, Recompute, SkipTokens, from_json
 from ..models import DTYPES, line_of, load_for
 from ..monitor import Monitor
 from ..report import readable
@@ -41,7 +41,7 @@ from .augment import Augment, normalise
 from .fits import what_fits
 from .pieces import Averaged, Peak, Stop, World, loss_from, make_optimizer, progress, rate, scores_of, tuned, usable
 from .record import Recorder, locked, write_json
-from .sets import DataSet, batches, order, seed_from, set_of
+from .sets import DataSet, batches, content_of, order, seed_from, set_of
 from .settings import STOPPED, Settings, Shared, Stopped, budget_of, methods_of
 from .weights import begin_with
 
@@ -100,11 +100,12 @@ class Training:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self.monitor = Monitor(self.model, settings.monitor) if settings.monitor and self.methods else None
-        self.step = 0
+        self.step, self.processes = 0, self.world.size  # processes: that it was begun with
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
-        self.course = Course(settings.exact_tail)
+        self.approximates = any(isinstance(m, (SBP, SkipTokens, DropIT)) for m in self.methods)
+        self.course = Course(settings.exact_tail if self.approximates else 0.0)
         self.has_course = bool(settings.exact_tail) or any(m.schedule for m in self.methods)
         self.peak = Peak(self.device, settings.graphs)
         self.best = -math.inf
@@ -124,6 +125,7 @@ class Training:
         given = [k for k in ("crop", "flip", "randaugment", "erase", "mixup", "cutmix", "channels_last") if getattr(s, k)]
         if data.kind == "text" and given:
             raise ValueError(f"{', '.join(given)}: that is for images and clips, and {s.data!r} is text. Leave it out.")
+        self.content = content_of(data)
         return data.to(self.device)
 
     def _model(self) -> nn.Module:
@@ -194,8 +196,23 @@ class Training:
             device = self.device.type if self.device.type in ("cpu", "cuda") else None
             rewrite.follow_(self.model, self._fullest())
             return memory.profile(self.model, self._one_batch(), device=device, optimizer="none").held, ""
-        except Exception as e:  # whatever a model does that tensors without contents cannot: it can be trained all the same
+        except Exception as e:  # whatever a model does that tensors without contents cannot: it can be trained all the same, or cannot
+            self._check_trains()
             return None, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+
+    def _check_trains(self) -> None:
+        """What no part of a batch can go through in training mode is told before anything is written."""
+        before = {name: t.clone() for name, t in self.model.state_dict().items()}  # statistics change
+        try:
+            with torch.no_grad():
+                self._one_batch()()
+        except Exception as e:
+            if _out_of_memory(e):
+                raise
+            few = " Batch norms want two samples or more: give a larger batch, or fewer parts (accumulate)." if self.micro == 1 else ""
+            raise ValueError(f"model {self.settings.model!r} cannot be trained on {self.micro} at a time: {line_of(e)}{few}") from e
+        finally:
+            self.model.load_state_dict(before)
 
     def _fullest(self) -> float:
         """The share of the training at which the methods' schedules keep the most."""
@@ -314,6 +331,7 @@ class Training:
             "settings": self.settings.to_json(),
             "methods": [m.to_json() for m in self.methods],
             "data": self._data_told(),
+            "processes": self.world.size,
             "optimizer": described,
             "scaler": self.scaler.state_dict(),
             "draws": [state.mark() for applied in applied_to(self.model) for state in applied.states],
@@ -347,7 +365,7 @@ class Training:
         return Shared(f"{what} at step {self.step} of {self.steps}: training has diverged. {advice} {there}")
 
     def _data_told(self) -> str:
-        return f"{len(self.data.train)} samples of {tuple(self.data.shape)}, {self.data.classes} classes"
+        return f"{len(self.data.train)} samples of {tuple(self.data.shape)}, {self.data.classes} classes, content {self.content:08x}"
 
     def load(self, place: Path) -> None:
         tensors, state = checkpoint.load(place)
@@ -361,7 +379,7 @@ class Training:
 
     def _load(self, tensors: dict[str, Tensor], state: dict[str, Any], place: Path) -> None:
         _check_same(self.settings, Settings.from_json(state["settings"]), place)
-        if state.get("data", self._data_told()) != self._data_told():
+        if not self._data_told().startswith(state.get("data", "")):  # older checkpoints know less of it, or nothing
             raise Other(f"{place} was trained on {state['data']}; now {self.settings.data} has {self._data_told()}. Give that data.")
         self._check_methods(state, place)
         self._fill(self.model, "model/", tensors, place)
@@ -374,6 +392,7 @@ class Training:
             drawing.rewind(mark)
         self.loss.copy_(tensors["loss"])
         self.step, self.seconds, self.last = state["step"], state["seconds"], state["last"]
+        self.processes = state.get("processes", self.world.size)
         self.best = -math.inf if state["best"] is None else state["best"]
         if self.monitor is not None:
             self.monitor.step, self.monitor.history = self.step, state.get("monitor", [])
@@ -520,6 +539,7 @@ class Training:
             "held": self.held,
             **{k: max([r[k] for r in recorder.rows if r[k] is not None], default=None) for k in ("peak", "allocated")},
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            "processes": self.world.size,
             "methods": _named(self.methods),
             "report": str(self.report),
             "device": s.device,
@@ -687,7 +707,13 @@ def _introduced(t: Training, resume: bool) -> list[str]:
     applied = [line for line in str(t.report).splitlines() if line and "known after" not in line]
     on = [f"Goes on after step {t.step}."] if 0 < t.step < t.steps else ["It is trained already."] if t.step else []
     on += [f"{t.folder} has no checkpoint to go on from: the training begins."] if resume and not t.step else []
+    if t.processes != t.world.size:
+        on += [f"{t.processes} processes trained so far, now it is {t.world.size}: other masks, noise and weights than with as many."]
+    if t.best != -math.inf and s.best and not (t.folder / "best.safetensors").exists():
+        on += [f"{t.folder}/best.safetensors is gone: the best weights so far are lost."]
     on += [f"--monitor {s.monitor} has nothing to compare: the gradients are exact."] if s.monitor and not t.methods else []
+    on += [f"--exact-tail {s.exact_tail:g} has nothing to do: the gradients are exact."] if s.exact_tail and not t.approximates else []
+    on += ["--parallel fsdp shares nothing out: this is one process."] if s.parallel == "fsdp" and not t.sharded else []
     return [
         *t.data.notes,
         *([t.begun_with] if t.begun_with else []),
@@ -699,5 +725,6 @@ def _introduced(t: Training, resume: bool) -> list[str]:
 
 def _told(r: dict[str, Any]) -> str:
     what = f"top-1 {r['top1']:.2f} %, top-5 {r['top5']:.2f} %, test loss {r['test_loss']:.3f}, training loss {r['train_loss']:.3f}"
+    what += f", perplexity {r['perplexity']:.2f}" if "perplexity" in r else ""
     peak = f", peak {readable(r['peak'])}" if r["peak"] is not None else ""
     return f"{r['methods']}: {what}; {r['step_ms']:.1f} ms a step{peak}"

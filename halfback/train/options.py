@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from . import checkpoint
 from .settings import DECAYS, DTYPES, OPTIMIZERS, SCHEDULES, Settings, Shared, read_json
 
 ABOUT = """\
@@ -144,8 +145,15 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if path is not None and not path.is_file():
         raise FileNotFoundError(f"--settings {path}: there is no such file.")
     if path is None:
-        return Settings.from_json(given)
-    Settings.load(path)  # what is wrong in the file is told as of the file
+        last = checkpoint.latest(args.out / "checkpoints") if args.resume else None  # which has them, too
+        begun = {} if last is None else Settings.from_json(checkpoint.load(last)[1]["settings"], str(last)).to_json()
+        return Settings.from_json({**begun, **given})
+    try:
+        Settings.load(path)  # what is wrong in the file is told as of the file
+    except ValueError as e:
+        if args.settings is None and checkpoint.latest(args.out / "checkpoints") is not None:
+            raise ValueError(f"{e} Remove that file: the checkpoints have the settings, too.") from e
+        raise
     return Settings.from_json({**read_json(path), **given}, str(path))
 
 

@@ -94,7 +94,9 @@ def read_rows(path: Path) -> list[Row]:
             rows.append({**row, "epoch": int(row["epoch"]), "step": int(row["step"])})
         except (ValueError, TypeError, KeyError) as e:  # a text that is no UTF-8 is a ValueError too
             if i < len(lines):
-                raise ValueError(f"{path}, line {i} is no row of a training: {line[:60]!r}. Delete the folder, and train anew.") from e
+                raise ValueError(
+                    f"{path}, line {i} is no row of a training: {line[:60]!r}. Remove that file, and --resume goes on without its curves."
+                ) from e
     return rows
 
 

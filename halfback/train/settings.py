@@ -246,7 +246,7 @@ class Settings:
     def differs(self, other: Settings) -> dict[str, tuple[Any, Any]]:
         """What makes another training of it: settings that may not change when one goes on."""
         mine, theirs = self.to_json(), other.to_json()
-        return {k: (mine[k], theirs[k]) for k in mine if k not in PATHS and mine[k] != theirs[k]}
+        return {k: (mine[k], theirs[k]) for k in mine if k not in PATHS and _meant(k, mine[k]) != _meant(k, theirs[k])}
 
 
 def read_json(path: Path) -> Any:
@@ -285,3 +285,8 @@ def methods_of(method: str) -> tuple[Any, ...]:
         return tuple(from_json(m) for m in json.loads(method))
     except (json.JSONDecodeError, TypeError, AttributeError) as e:
         raise ValueError(f"method {method!r} is no JSON list of methods: {e}.") from e
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Methods and budgets have several spellings."""
+    return {"method": methods_of, "budget": budget_of}[name](value) if name in ("method", "budget") else value
