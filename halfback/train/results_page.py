@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .figures import CURVES, FIGURE, MEMORY, by_memory, grouped
-from .recipes import EXPERIMENTS, JUDGED, Result, recipes
+from .recipes import EXPERIMENTS, JUDGED, Result, load, recipes
 from .record import write_text
 from .results import collect, judged, table, with_interval
 
@@ -51,8 +51,9 @@ def page_text(experiments: Path | None = None, page: Path | None = None) -> str:
         raise ValueError(f"There is no results.json in {experiments}/*/: halfback reproduce NAME makes one.")
     short = [told for told in (claims([r for _, r in found]), headline(experiments)) if told]
     parts = [INTRODUCTION, *(["\n\n".join(["## In short", *short]) + "\n"] if short else [])]
-    parts += [_section(r, os.path.relpath(p.with_name(FIGURE), page.parent)) for p, r in found]
-    return "\n".join(parts)
+    told = [(p, r) for p, r in found if "text" in r or judged(r)["arms"]]
+    parts += [_section(r, os.path.relpath(p.with_name(FIGURE), page.parent)) for p, r in told]
+    return "\n".join([*parts, *_waiting(experiments, {r["name"] for _, r in told})])
 
 
 def results_in(experiments: Path) -> list[tuple[Path, Result]]:
@@ -106,8 +107,6 @@ def _section(r: Result, drawn: str) -> str:
     untimed = [a["name"] for a in r["arms"] if a.get("like") and not a.get("time")]
     parts += [f"Not shown before they are timed: {'; '.join(untimed)}."] if untimed else []
     r = judged(r)
-    if not r["arms"]:
-        return "\n\n".join([*parts, _made(r)]) + "\n"
     parts += ["**Here:**", _markdown(r)]
     parts += [f"**Does it hold?** {r['verdict']}"] if r["verdict"] else []
     parts += ["What differs from the paper:", "\n".join(f"- {d}" for d in r["differs"])] if r["differs"] else []
@@ -119,6 +118,20 @@ def _section(r: Result, drawn: str) -> str:
         parts += [f"![{r['title']}: training loss and {name} by epochs]({Path(drawn).with_name(CURVES).as_posix()})"]
     parts += [_made(r)]
     return "\n\n".join(parts) + "\n"
+
+
+def _waiting(experiments: Path, told: Collection[str]) -> list[str]:
+    """The recipes of which nothing can be told so far."""
+    lines = []
+    for path in recipes(experiments):
+        name, recipe = path.parent.name, load(path)
+        if name not in told:
+            done = len({p.stem for p in (path.parent / "runs").glob("*.json")} & {run.id for run in recipe.runs()})
+            minutes = "" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
+            lines.append(f"| `{name}` | {_cell(recipe.title)} | {done} of {len(recipe.runs())} | {minutes} |")
+    about = "Recipes of which no arm has two seeds: one seed tells nothing. `halfback reproduce NAME` runs them."
+    head = ["| | | runs | minutes |", "| --- | --- | ---: | ---: |"]
+    return ["\n\n".join(["## Not told yet", about, "\n".join([*head, *lines])]) + "\n"] if lines else []
 
 
 def _markdown(r: Result) -> str:
