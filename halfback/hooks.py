@@ -502,7 +502,8 @@ class Leave(Hook):
                 caution(report, self.name, READS_ONE.format(method, at.n))
             elif self.none == LOOKS:
                 caution(report, self.name, READS_NONE.format(method, at.n, LOOKS, self.looks))
-            self.looked = self.looks == LOOKED_AT or LOOKS in (self.none, self.alone if self.alone == self.looks else 0)
+            many = reached[:, : at.always].any() or 4 * reached.sum() > reached.numel()  # of so many some are always kept
+            self.looked = bool(many) or self.looks == LOOKED_AT or LOOKS in (self.none, self.alone if self.alone == self.looks else 0)
 
         merged.register_hook(look)
 
