@@ -1,73 +1,80 @@
 """What forwards drew, for checkpoints that run a part of one again.
 
-A block that is run again in a backward pass splits once more what its forward split, and at the same positions. It is known by the
-storage of that tensor, which the checkpoint holds until then, and by the checkpoint's own frame, to which the hooks that it sets for
-saved tensors refer in both of its runs: one tensor may go through several forwards before any of their backwards (twice the same
-batch, or what a model learned and starts from).
+A block that is run again in a backward pass splits once more what its forward split, and at the same positions. Whose forward that was,
+the checkpoint tells: the hooks that it sets for saved tensors refer to one frame of its own in both of its runs. A checkpoint inside of
+another has a new frame when that one runs again, and some are not torch's: there a forward is known by the storage of what it split,
+which the checkpoint holds until then. What several forwards could have drawn is not guessed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import types
 import weakref
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import _CheckpointFrame
 
 from .positions import Positions
 
-REMEMBERED = 64  # storages whose positions a checkpoint may still ask for, where their checkpoints are unknown
+ROOM = 64  # storages, until it is looked for which are gone
 DEEP = 3  # a hook may be in a function that the compiler is told to leave alone
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Ambiguous(Exception):
-    """Several forwards split this tensor, each at positions of its own."""
+    """Several forwards, each at positions of its own."""
 
 
 class Kept(NamedTuple):
-    frame: weakref.ref | None  # the checkpoint's
+    frame: weakref.ref | None  # the checkpoint's; None: it was not known
+    storage: StorageWeakRef  # as long as there is one, its address is not given to another
     drawn: list[Positions]
     key: Any  # of the forward's draws
 
     @property
     def alive(self) -> bool:
-        return self.frame is None or self.frame() is not None
+        return not self.storage.expired() and (self.frame is None or self.frame() is not None)
 
 
 class Drawn:
     def __init__(self) -> None:
-        self.found: OrderedDict[int, list[Kept]] = OrderedDict()
-        self.room = REMEMBERED  # until it is looked for what nobody can ask for any more
+        self.frames: weakref.WeakKeyDictionary[Any, list[Kept]] = weakref.WeakKeyDictionary()
+        self.storages: dict[int, list[Kept]] = {}
+        self.room = ROOM
 
     def keep(self, x: Tensor, drawn: list[Positions], key: Any) -> None:
-        """In a forward. What ran in no checkpoint that is known, or whose checkpoint is gone, nobody asks for once there is another."""
-        storage, frame = x.untyped_storage()._cdata, frame_now()
-        others = [k for k in self.found.pop(storage, []) if k.frame is not None and k.frame() not in (None, frame)]
-        self.found[storage] = [*others, Kept(None if frame is None else weakref.ref(frame), drawn, key)]
-        if len(self.found) > self.room:
-            self._forget()
-
-    def _forget(self) -> None:
-        last = set(list(self.found)[-REMEMBERED:])
-        for storage, kept in list(self.found.items()):
-            stay = [k for k in kept if k.alive and (k.frame is not None or storage in last)]
-            if stay:
-                self.found[storage] = stay
-            else:
-                del self.found[storage]
-        self.room = 2 * len(self.found) + REMEMBERED
+        """In a forward."""
+        storage, frame = x.untyped_storage(), frame_now()
+        kept = Kept(None if frame is None else weakref.ref(frame), StorageWeakRef(storage), drawn, key)
+        if frame is not None:
+            self.frames[frame] = _with(kept, self.frames.get(frame, []))
+        framed = [k for k in self.storages.get(storage._cdata, []) if k.frame is not None and k.alive]
+        self.storages[storage._cdata] = _with(kept, framed)  # of those that are not known, nobody asks for any but the last
+        if len(self.storages) > self.room:
+            self.storages = {address: kept for address, kept in self.storages.items() if any(k.alive for k in kept)}
+            self.room = 2 * len(self.storages) + ROOM
 
     def look_up(self, x: Tensor) -> tuple[list[Positions], Any] | None:
-        """In a backward: what the forward of the checkpoint that runs now drew for this tensor."""
-        frame = frame_now()
-        there = [k for k in self.found.get(x.untyped_storage()._cdata, []) if k.alive]
-        mine = [k for k in there if frame is not None and k.frame is not None and k.frame() is frame] or there
-        if any(k.key is not mine[0].key for k in mine):
+        """In a backward: what the forward drew of which a part runs again."""
+        frame, found = frame_now(), []
+        if frame is not None:
+            found = self.frames.get(frame, [])
+        if not found:
+            there = self.storages.get(x.untyped_storage()._cdata, [])
+            found = [k for k in there if k.alive and (k.frame is None) == (frame is None)]
+        if any(k.key is not found[0].key for k in found):
             raise Ambiguous
-        return mine[-1][1:] if mine else None
+        if frame is not None and found:
+            self.frames[frame] = found  # which may run again, too
+        return (found[-1].drawn, found[-1].key) if found else None
+
+
+def _with(kept: Kept, others: list[Kept]) -> list[Kept]:
+    return [*(k for k in others if k.key is not kept.key or k.frame != kept.frame), kept]
 
 
 def frame_now() -> Any:
@@ -77,11 +84,12 @@ def frame_now() -> Any:
 
 
 def _frame_in(function: Any, deep: int) -> Any:
-    for cell in getattr(function, "__closure__", None) or ():
-        value = cell.cell_contents
+    for cell in (function.__closure__ or ()) if type(function) is types.FunctionType else ():
+        value = None
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            value = cell.cell_contents
         value = value() if isinstance(value, weakref.ref) else value
-        if deep and callable(value) and not isinstance(value, _CheckpointFrame):
-            value = _frame_in(value, deep - 1)
-        if isinstance(value, _CheckpointFrame):
-            return value
+        found = value if isinstance(value, _CheckpointFrame) else _frame_in(value, deep - 1) if deep else None
+        if found is not None:
+            return found
     return None

@@ -3,9 +3,8 @@
 NOTE [one draw a forward]
  1. Positions are drawn at the first chosen block that a forward enters, and kept until that forward ends.
  2. Inside a backward, nothing is drawn. A checkpointed block that splits a plain tensor again looks up what its forward drew, by the
-    storage of that tensor, which checkpointing holds until then, and by the checkpoint (drawn.py). Where it cannot be found (the tensor
-    came back in another storage, or the forward ran without gradients, as reentrant checkpointing does) it raises: another mask would be
-    wrong, and silent.
+    checkpoint (drawn.py). Where it cannot be found (the forward ran without gradients, as reentrant checkpointing does, or in several
+    ways) it raises: another mask would be wrong, and silent.
  3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
 """
 
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .drawn import Ambiguous, Drawn
 from .handed import exchange
-from .methods import SBP, DropIT, Lean, SkipTokens
+from .methods import SBP, SkipTokens
 from .notes import LISTENERS, caution, constant, listen, note, uncompiled
 from .positions import Positions, draw, keeps, tick
 from .recompute import Recomputed, allow_modes, settle, settled
@@ -50,18 +49,9 @@ CANNOT_TELL = (
     "checkpoint(..., use_reentrant=False), around parts of the model and not all of it, hb.Recompute() instead of offloading block inputs, "
     "and compile the whole model."
 )
-COMPUTED_TOO = (
-    "{} is computed again in a backward pass by the model's own checkpointing, and halfback cannot tell which positions its forward kept: "
-    "{} computes inputs of a checkpoint again instead of holding them. Use hb.Recompute() instead of the model's own checkpointing, or "
-    "leave {} out."
-)
-
 SEVERAL = (
-    "{} is computed again in a backward pass, and halfback cannot tell which of several forwards it is of, which split the same tensor at "
-    "different positions. Use checkpoint(..., use_reentrant=False), hb.Recompute(), or a backward after each forward."
-)
-TWICE = (
-    "halfback: double backward (create_graph=True) through SBP is not supported: its gradient is none of a function. Use hb.exact(model)."
+    "{} is computed again in a backward pass, and halfback cannot tell of which of several forwards, each of which kept positions of its "
+    "own. Run one forward in a checkpoint, do not nest them, or use hb.Recompute()."
 )
 READS_ONE = (
     "of each sample the loss reads one of {1} positions, which {0} does not always keep. Where it drops it, the chosen blocks get next to "
@@ -137,7 +127,7 @@ class State:
     # NOTE [one draw a forward]
 
     def start(self) -> None:
-        if self.key is None:
+        if self.key is None and not in_backward():
             self.key = tick(self.step)
 
     def finish(self) -> None:
@@ -165,12 +155,8 @@ class State:
         except Ambiguous:
             raise RuntimeError(SEVERAL.format(block)) from None
         if found is None:
-            raise RuntimeError(self._unknown(block))
+            raise RuntimeError(CANNOT_TELL.format(block))
         return found
-
-    def _unknown(self, block: str) -> str:
-        lean = next((type(m).__name__ for m in self.report.methods if isinstance(m, (Lean, DropIT))), None)
-        return CANNOT_TELL.format(block) if lean is None else COMPUTED_TOO.format(block, lean, lean)
 
     def _at(
         self, drawn: list[Positions], key: Tensor | None, block: str, grid: tuple[int, ...], whole: bool, device: torch.device
@@ -462,20 +448,13 @@ class Leave(Hook):
         if not contains(output):
             return None
         trunk, merged = find((output,)), merge_all(_restored(output))
-        first = merged[0] if isinstance(merged, (list, tuple)) else merged
-        if not torch.compiler.is_compiling() and isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(self.once)
-            if not (self.looked or in_backward()):
-                self.watch(trunk, first)
+        if not (torch.compiler.is_compiling() or self.looked or in_backward()):
+            self.watch(trunk, merged[0] if isinstance(merged, (list, tuple)) else merged)
         return merged
 
-    def once(self, grad: Tensor) -> None:
-        if torch.is_grad_enabled() and ("cut", "") in self.state.report.notes:
-            raise RuntimeError(TWICE)
-
-    def watch(self, trunk: Streams | None, merged: Tensor) -> None:
+    def watch(self, trunk: Streams | None, merged: Any) -> None:
         """In the first backwards: does the loss reach one position alone, which is kept by chance, or often none that is kept?"""
-        if trunk is None or trunk.span > 1 or trunk.outer > 1:
+        if trunk is None or trunk.span > 1 or trunk.outer > 1 or not (isinstance(merged, Tensor) and merged.requires_grad):
             return
         at, axis = trunk.at, trunk.axis
         last = axis == merged.ndim - 2 or (axis == 0 and merged.ndim == 3)
@@ -498,12 +477,13 @@ class Leave(Hook):
             self.alone += bool(each.max() == 1 and reached[:, at.always :].any())
             self.none += not reached.index_select(-1, at.index[0, : at.k]).any()
             method, report = self.state.method, self.state.report
-            if self.alone == self.looks == LOOKS:
+            one, few = self.alone == self.looks == LOOKS, self.none == LOOKS
+            if one:
                 caution(report, self.name, READS_ONE.format(method, at.n))
-            elif self.none == LOOKS:
+            elif few:
                 caution(report, self.name, READS_NONE.format(method, at.n, LOOKS, self.looks))
             many = reached[:, : at.always].any() or 4 * reached.sum() > reached.numel()  # of so many some are always kept
-            self.looked = bool(many) or self.looks == LOOKED_AT or LOOKS in (self.none, self.alone if self.alone == self.looks else 0)
+            self.looked = one or few or bool(many) or self.looks == LOOKED_AT
 
         merged.register_hook(look)
 

@@ -103,7 +103,7 @@ def _check_places(method: str, grid: Any, always: Any, axis: Any) -> None:
         raise ValueError(f"{method}(): grid={grid!r} must be one to three positive sizes, as (14, 14).")
     if always is not None and (not isinstance(always, int) or always < 0):
         raise ValueError(f"{method}(): always={always!r} must be the number of leading tokens that are always kept, as 1.")
-    if axis not in (None, 0, 1, 2) or isinstance(axis, bool):
+    if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis <= 2):
         raise ValueError(f"{method}(): axis={axis!r} must be 0, 1 or 2: on which of a block's input positions lie, or None.")
 
 

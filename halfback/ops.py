@@ -147,6 +147,9 @@ def pointwise(name, func, args, kwargs):
     return like.like(kept, dropped, axis=kept.ndim - like.part_ndim + like.axis, role=role)
 
 
+TWICE = (
+    "halfback: double backward (create_graph=True) through SBP is not supported: its gradient is none of a function. Use hb.exact(model)."
+)
 JOINS = ("add", "sub", "addcmul")
 
 
@@ -172,7 +175,14 @@ def _branch(s: Streams) -> Streams:
         return s
     note(s.site.owner, s.site.block, "cut", "")
     kept, dropped = s.taken_apart()
+    if kept.requires_grad and s.site.attention != "skip" and not torch.compiler.is_compiling():
+        kept.register_hook(_once)
     return s.like(kept, None if dropped is None else dropped.detach())
+
+
+def _once(grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(TWICE)
 
 
 def per_part(name, func, args, kwargs):

@@ -102,11 +102,12 @@ def seed_of(seed: int, call: int, rank: int = 0) -> int:
 class Watch:
     """What the frames of one model share: whose weights are approximated, and who hears what is held."""
 
+    told = False  # is what the report says of a forward of the root?
+
     def __init__(self, model: nn.Module, method: Any, chosen: Sequence[str], report: Any):
         self._model = weakref.ref(model)
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
-        self.told = False  # is what the report says of a forward of the root?
         self.exact = not isinstance(method, DropIT)
         self.computes = self.exact or method.lean  # again what is cheap
         self.set_keep(getattr(method, "keep", 1.0))
@@ -202,7 +203,6 @@ class Watch:
         if self.told or self.ledger is not None or frame_now() is not None:
             return None
         if module is self._model():
-            self.told = True
             return Account(self)
         if id(module) in self.accounted:  # it comes again, so that a forward is over
             self.account = None
@@ -270,6 +270,7 @@ class Watched(Standin):
             out = self.plain(*args, **kwargs)
             if ledger.tell is not None:
                 ledger.tell.close()
+                watch.told = self.module is watch._model()
             return out
 
 

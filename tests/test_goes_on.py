@@ -14,6 +14,7 @@ from halfback.cli import main
 from halfback.train import checkpoint
 from halfback.train.loop import Training
 from halfback.train.sets import content_of, load_set
+from halfback.untouched import applied_to
 
 METHOD = "sbp(keep=0.5,schedule=((0,1.0),(0.5,0.5)))+lean"
 
@@ -90,6 +91,18 @@ def test_lost_settings_are_those_of_the_checkpoint(tmp_path, few, quick, monkeyp
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+def test_lost_settings_of_a_damaged_checkpoint_are_told_in_a_line(tmp_path, few, quick, monkeypatch, capsys):
+    cut(settings(few, save_every=2), tmp_path / "a", monkeypatch, 7)
+    (tmp_path / "a/settings.json").unlink()
+    place = checkpoint.latest(tmp_path / "a/checkpoints")
+    state = json.loads((place / "state.json").read_text())
+    del state["settings"]
+    for text in (json.dumps(state), "{"):
+        (place / "state.json").write_text(text)
+        assert resumed(tmp_path / "a") == 2
+        assert str(place) in (said := capsys.readouterr().err) and "Traceback" not in said
+
+
 def test_lost_best_weights_and_other_processes_are_told(tmp_path, few, quick, monkeypatch, capsys):
     cut(settings(few, epochs=3), tmp_path / "a", monkeypatch, 7)
     (tmp_path / "a/best.safetensors").unlink()
@@ -150,6 +163,34 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_is_written(tmp_p
     assert main(["train", *given]) == 2
     said = capsys.readouterr().err
     assert "cannot be trained on " in said and wanted in said and "Traceback" not in said and not (tmp_path / "a").exists()
+
+
+ASKS = """
+import torch
+from torch import nn
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 4)
+        self.calls = 0
+
+    def forward(self, x):
+        h = self.norm(x.flatten(1))
+        if self.training:
+            self.calls += float(torch.autograd.grad(self.head(h).sum(), self.head.weight, retain_graph=True)[0].sum()) != 0
+        return self.head(h)
+"""
+
+
+def test_a_model_that_asks_for_gradients_and_for_contents_trains(tmp_path, few):
+    (tmp_path / "net.py").write_text(ASKS)
+    t = training(
+        settings(few, model=f"{tmp_path}/net.py:Asks", method="dropit(keep=0.5, exact_first=False, select='random')"), tmp_path / "a"
+    )
+    assert t.held is None and t.model.calls == 1, "it was tried"
+    assert not t.model.norm.running_mean.any() and t.model.norm.num_batches_tracked == 0
+    assert [s.mark() for a in applied_to(t.model) for s in a.states] == [0]
 
 
 def test_a_look_whether_a_model_trains_changes_nothing(tmp_path, few, monkeypatch):

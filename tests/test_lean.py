@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfback as hb
 from halfback.ledger import Entry
+from halfback.untouched import applied_to
 
 
 def resnet(batch=2, width=64):
@@ -636,3 +637,29 @@ def test_the_report_tells_of_a_whole_forward_however_the_model_is_run(how):
         run().sum().backward()
     assert told == (report.before, report.after)
     assert report.before == pytest.approx(before, rel=0.03) and report.after == pytest.approx(after, rel=0.06)
+
+
+def test_a_first_forward_that_fails_is_told_of_by_the_next():
+    model, batch = zoo.make("vit")
+    report = hb.apply_(model, hb.Lean())
+    last = [m for m in model.modules() if isinstance(m, torch.nn.Linear)][-1]
+
+    def fail(module, args):
+        raise MemoryError
+
+    hook = last.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        zoo.loss(model, batch).backward()
+    hook.remove()
+    assert report.before is None
+    zoo.loss(model, batch).backward()
+    assert report.before > report.after > 0
+
+
+def test_a_copy_from_before_there_was_a_word_about_the_root_trains():
+    model, batch = zoo.make("vit")
+    hb.apply_(model, hb.Lean())
+    for state in (s for a in applied_to(model) for s in a.states):
+        assert "told" not in vars(state), "an old pickle has none"
+    zoo.loss(model, batch).backward()
+    assert all(s.told for a in applied_to(model) for s in a.states)

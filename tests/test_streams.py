@@ -1004,6 +1004,43 @@ def test_a_gradient_of_a_gradient_raises_unless_it_is_exact():
     torch.autograd.grad(model(x).sum(), x)  # and one gradient alone is SBP's
 
 
+class AsDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block16()
+
+    def forward(self, x):
+        return {"hidden": self.block(x["hidden"] if isinstance(x, dict) else x)}
+
+
+@pytest.mark.parametrize("what", ["a dict", "hidden states"])
+def test_a_gradient_of_a_gradient_raises_however_it_leaves_the_blocks(what):
+    x = torch.randn(2, 12, 16, requires_grad=True)
+    model = nn.Sequential(*((AsDict if what == "a dict" else Block16)() for _ in range(3))).train()
+    hb.apply_(model, hb.SBP(keep=0.5, layers=["0", "1"] if what == "a dict" else "all"))
+    inner = []
+    if what != "a dict":
+        model[1].register_forward_hook(lambda module, args, out: inner.append(out.sum()))
+    out = model(x)
+    loss = out["hidden"].sum() if what == "a dict" else inner[0]
+    with pytest.raises(RuntimeError, match="through SBP is not supported"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_that_passes_no_cut_is_exact():
+    x = torch.randn(2, 12, 16, requires_grad=True)
+    model, head = nn.Sequential(*(Block16() for _ in range(3))).train(), nn.Linear(16, 1)
+    hb.apply_(model, hb.SBP(keep=0.5, layers="all"))
+    h = model(x)
+    (g,) = torch.autograd.grad(head(h).pow(2).sum(), h, create_graph=True)
+    g.square().sum().backward()
+    assert head.weight.grad.any()
+    hb.remove_(model)
+    hb.apply_(model, hb.SkipTokens(keep=0.5, layers="all"))  # whose gradient is that of a forward
+    (g,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+    assert g.requires_grad
+
+
 def test_backward_hooks_that_come_after_apply_are_told():
     model = nn.Sequential(*(Block16() for _ in range(3))).train()
     report = hb.apply_(model, hb.SBP(keep=0.5, layers="all"))

@@ -86,7 +86,8 @@ class Opened:
         (None, "there is no such file"),
         ("pickle", "is no safetensors file ("),
         ("cut", "is no safetensors file ("),
-        ({"a.weight": torch.ones(2, 3)}, "have nothing of the name and shape that the model has. There: a.weight (2, 3). The model: "),
+        ({"a.weight": torch.ones(2, 3)}, "have no parameter of a name and shape of the model's. There: a.weight (2, 3). The model: "),
+        ({"patches.1.num_batches_tracked": torch.tensor(3)}, "have no parameter of a name and shape of the model's"),
         ({"norm.weight": torch.tensor([1.0, float("nan")])}, "norm.weight has values that are not finite"),
     ],
 )

@@ -139,13 +139,22 @@ def latest(folder: Path) -> Path | None:
     return next(iter(found(folder)[::-1]), None)
 
 
-def load(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors.torch import load_file
-
+def load_state(place: Path) -> dict[str, Any]:
+    """Where a training stood, without its tensors."""
     try:
         state = json.loads((place / STATE).read_text())
         if state["step"] != int(place.name):
             raise ValueError(f"step is {state['step']!r} in {STATE}")
+        return state
+    except Exception as e:
+        raise ValueError(unreadable(place, e)) from e
+
+
+def load(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors.torch import load_file
+
+    state = load_state(place)
+    try:
         if state.pop("crc32", None) not in (None, sum_of(place / TENSORS)):  # older checkpoints have none
             raise ValueError(f"{TENSORS} is not what was written")
         tensors = load_file(str(place / TENSORS))

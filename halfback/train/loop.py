@@ -100,18 +100,19 @@ class Training:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.dtype == "fp16")
         self.monitor = Monitor(self.model, settings.monitor) if settings.monitor and self.methods else None
-        self.step, self.processes = 0, self.world.size  # processes: that it was begun with
+        self.step, self.processes = 0, self.world.size  # processes: that trained up to the last checkpoint
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)  # of the epoch so far
         self.seconds = 0.0  # of training, up to when the epoch began, or went on
         self.began: float | None = None
         self.approximates = any(isinstance(m, (SBP, SkipTokens, DropIT)) for m in self.methods)
-        self.course = Course(settings.exact_tail if self.approximates else 0.0)
-        self.has_course = bool(settings.exact_tail) or any(m.schedule for m in self.methods)
+        self.tail = settings.exact_tail if self.approximates else 0.0
+        self.course = Course(self.tail)
+        self.has_course = bool(self.tail) or any(m.schedule for m in self.methods)
         self.peak = Peak(self.device, settings.graphs)
         self.best = -math.inf
         self.last: dict[str, Any] = {}
         if settings.compile:
-            recomputes = settings.exact_tail or any(isinstance(m, Recompute) for m in self.methods)
+            recomputes = self.tail or any(isinstance(m, Recompute) for m in self.methods)
             options = {**(OPTIONS if recomputes else {}), **(GRAPHS if settings.graphs else {})}
             self.run = compile_(self.model, options=options or None)
         if self.world.size > 1 and not self.sharded:
@@ -202,9 +203,9 @@ class Training:
 
     def _check_trains(self) -> None:
         """What no part of a batch can go through in training mode is told before anything is written."""
-        before = {name: t.clone() for name, t in self.model.state_dict().items()}  # statistics change
+        before = {name: t.clone() for name, t in self.model.named_buffers()}  # statistics change
         try:
-            with torch.no_grad():
+            with rewrite.exact(self.model):  # draws nothing
                 self._one_batch()()
         except Exception as e:
             if _out_of_memory(e):
@@ -212,7 +213,8 @@ class Training:
             few = " Batch norms want two samples or more: give a larger batch, or fewer parts (accumulate)." if self.micro == 1 else ""
             raise ValueError(f"model {self.settings.model!r} cannot be trained on {self.micro} at a time: {line_of(e)}{few}") from e
         finally:
-            self.model.load_state_dict(before)
+            for name, t in self.model.named_buffers():
+                t.copy_(before[name])
 
     def _fullest(self) -> float:
         """The share of the training at which the methods' schedules keep the most."""
@@ -716,7 +718,7 @@ def _introduced(t: Training, resume: bool) -> list[str]:
     on += ["--parallel fsdp shares nothing out: this is one process."] if s.parallel == "fsdp" and not t.sharded else []
     return [
         *t.data.notes,
-        *([t.begun_with] if t.begun_with else []),
+        *filter(None, [t.begun_with]),
         *applied,
         f"{what}. {steps} on {s.device}, {s.dtype}; {held}. Seed {s.seed}.",
         *on,

@@ -146,7 +146,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         raise FileNotFoundError(f"--settings {path}: there is no such file.")
     if path is None:
         last = checkpoint.latest(args.out / "checkpoints") if args.resume else None  # which has them, too
-        begun = {} if last is None else Settings.from_json(checkpoint.load(last)[1]["settings"], str(last)).to_json()
+        begun = {} if last is None else Settings.from_json(checkpoint.load_state(last).get("settings"), str(last)).to_json()
         return Settings.from_json({**begun, **given})
     try:
         Settings.load(path)  # what is wrong in the file is told as of the file

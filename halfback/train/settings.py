@@ -28,6 +28,7 @@ PARALLEL = ("ddp", "fsdp")
 WHOLE = {"compile": "compiled", "channels_last": "laid out in memory", "monitor": "compared"}  # what is done to whole weights or gradients
 PATHS = (
     "root",
+    "weights",
     "device",
     "parallel",
     "graphs",
@@ -289,4 +290,5 @@ def methods_of(method: str) -> tuple[Any, ...]:
 
 def _meant(name: str, value: Any) -> Any:
     """Methods and budgets have several spellings."""
-    return {"method": methods_of, "budget": budget_of}[name](value) if name in ("method", "budget") else value
+    meaning: dict[str, Callable[[Any], Any]] = {"method": methods_of, "budget": budget_of}
+    return meaning[name](value) if name in meaning else value

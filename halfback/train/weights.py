@@ -15,11 +15,12 @@ TOLD = 4  # names of a kind
 
 def begin_with(model: nn.Module, path: Path) -> str:
     """Fill the model; gives what is to be told."""
-    there, own = _read(path), dict(model.state_dict(keep_vars=True))
+    there = _read(path)
+    own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     taken = {name: t for name, t in there.items() if name in own and own[name].shape == t.shape}
-    if not taken:
+    if not any(isinstance(own[name], nn.Parameter) for name in taken):
         raise ValueError(
-            f"weights '{path}' have nothing of the name and shape that the model has. There: {_named(there)}. The model: {_named(own)}."
+            f"weights '{path}' have no parameter of a name and shape of the model's. There: {_named(there)}. The model: {_named(own)}."
         )
     model.load_state_dict(taken, strict=False)
     filled = {id(own[name]) for name in taken}  # tied weights are there under one of their names
@@ -40,7 +41,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         found = load_file(str(path))
     except (SafetensorError, OSError) as e:
         raise ValueError(f"weights '{path}' is no safetensors file ({e}). Wanted is one, as best.safetensors of a training.") from e
-    bad = [name for name, t in found.items() if t.is_floating_point() and not torch.isfinite(t).all()]
+    bad = [name for name, t in found.items() if t.is_floating_point() and not torch.isfinite(t.float()).all()]
     if bad:
         raise ValueError(f"weights '{path}': {bad[0]} has values that are not finite. A training cannot begin with them.")
     return found
