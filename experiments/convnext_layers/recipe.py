@@ -1,6 +1,6 @@
 """SBP on a ConvNeXt: which of its stages cost accuracy. Small enough for a CPU."""
 
-from halfback.train import Arm, Recipe, Settings
+from halfback.train import Arm, Recipe, Settings, in_words
 
 PAPER, LAST = "SBP", "SBP, last two thirds of the blocks"
 FIVE = ("exact", PAPER, LAST)  # three seeds left open which of the two is better
@@ -13,15 +13,10 @@ WHERE = {
 
 
 def verdict(results: dict) -> str:
-    def told(name: str) -> str:
-        found = next(a for a in results["arms"] if a["name"] == name)["against"]
-        top1, loss = found["top1"], found["train_loss"]
-        clear = "" if top1["clear"] else ", not clear of zero"
-        return f"{top1['mean']:+.2f} points{clear}, training loss {loss['mean']:+.3f}".replace("-", "\u2212")
-
+    told = {a["name"]: in_words(a) for a in results["arms"] if a["against"]}
     return (
-        f"On the paper's layers, the default, which leave the last stage out: {told(PAPER)}. On the last two thirds of the blocks: "
-        f"{told(LAST)}. By stages: the middle one alone {told('SBP, middle stage')}, the last one alone {told('SBP, last stage')}."
+        f"On the paper's layers, the default, which leave the last stage out: {told[PAPER]}. On the last two thirds of the blocks: "
+        f"{told[LAST]}. By stages: the middle one alone {told['SBP, middle stage']}, the last one alone {told['SBP, last stage']}."
     )
 
 

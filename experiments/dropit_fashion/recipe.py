@@ -1,14 +1,11 @@
 """DropIT on a narrow ResNet-18 and Fashion-MNIST: small enough for a CPU, and what figure 4 is drawn of there."""
 
-from halfback.train import Arm, Recipe, Settings
+from halfback.train import Arm, Recipe, Settings, in_words
 
 
 def verdict(results: dict) -> str:
     found = next(a for a in results["arms"] if a["against"])
-    top1, loss, held = found["against"]["top1"], found["against"]["train_loss"], found["against"]["ratio"]["held"]
-    clear = "" if top1["clear"] else ", not clear of zero"
-    points, loss = (f"{x['mean']:{form}}".replace("-", "\u2212") for x, form in ((top1, "+.2f"), (loss, "+.3f")))
-    return f"Parallel Min-K at keep 0.2: {points} points{clear}, training loss {loss}, held {held:.2f}."
+    return f"{found['name']}: {in_words(found)}, held {found['against']['ratio']['held']:.2f}."
 
 
 RECIPE = Recipe(

@@ -1,6 +1,6 @@
 """Poolings and optimizers, as `poolings` has them on digits, with enough test images to tell half a point."""
 
-from halfback.train import Arm, Recipe, Settings
+from halfback.train import Arm, Recipe, Settings, in_words
 
 MODEL = "experiments/fashion/vit.py"
 OPTIMIZERS = {
@@ -29,12 +29,7 @@ def arms() -> tuple[Arm, ...]:
 
 
 def verdict(results: dict) -> str:
-    def told(arm: dict) -> str:
-        top1, loss = arm["against"]["top1"], arm["against"]["train_loss"]
-        clear = "" if top1["clear"] else ", not clear of zero"
-        return f"{arm['name']}: {top1['mean']:+.2f} points{clear}, training loss {loss['mean']:+.3f}".replace("-", "\u2212")
-
-    return "; ".join(told(a) for a in results["arms"] if a["against"] and not a["name"].startswith("exact")) + "."
+    return "; ".join(f"{a['name']}: {in_words(a)}" for a in results["arms"] if a["against"] and not a["name"].startswith("exact")) + "."
 
 
 RECIPE = Recipe(

@@ -1,17 +1,12 @@
 """DropIT, table 3, small enough for a CPU: fine-tuning a pretrained ViT on half of Fashion-MNIST's classes."""
 
-from halfback.train import Arm, Recipe, Settings
+from halfback.train import Arm, Recipe, Settings, in_words
 
 SET = "out/finetune/fashion-mnist"
 
 
 def verdict(results: dict) -> str:
-    def told(arm: dict) -> str:
-        top1, loss = arm["against"]["top1"], arm["against"]["train_loss"]
-        clear = "" if top1["clear"] else ", not clear of zero"
-        return f"{arm['name']}: {top1['mean']:+.2f} points{clear}, training loss {loss['mean']:+.3f}".replace("-", "\u2212")
-
-    return "; ".join(told(a) for a in results["arms"] if a["against"]) + "."
+    return "; ".join(f"{a['name']}: {in_words(a)}" for a in results["arms"] if a["against"]) + "."
 
 
 RECIPE = Recipe(

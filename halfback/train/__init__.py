@@ -2,6 +2,7 @@
 (reproduce.py) and compared (results.py)."""
 
 from .recipes import Arm, Recipe
+from .results import in_words
 from .settings import Settings
 
-__all__ = ["Arm", "Recipe", "Settings"]
+__all__ = ["Arm", "Recipe", "Settings", "in_words"]

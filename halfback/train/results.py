@@ -252,6 +252,13 @@ def _mean(arm: Result, measure: str, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
+def in_words(arm: Result) -> str:
+    """How an arm differs from the one that it is compared with, in words, for verdicts."""
+    top1, loss = arm["against"]["top1"], arm["against"]["train_loss"]
+    clear = "" if top1["clear"] else ", not clear of zero"
+    return f"{top1['mean']:+.2f} points{clear}, training loss {loss['mean']:+.3f}".replace("-", "\u2212")
+
+
 def with_interval(pair: Result, measure: str) -> str:
     """A difference with its 95 % interval, and a * where that is without zero."""
     said = signed(pair["mean"], measure)
