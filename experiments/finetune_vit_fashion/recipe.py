@@ -28,9 +28,9 @@ RECIPE = Recipe(
         best=False,
     ),
     arms=(
-        Arm("exact", paper=90.32),
+        Arm("exact"),
         Arm("from fresh weights, exact", changes={"weights": None}),
-        Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)", paper=90.90),
+        Arm("DropIT, keep 0.1", "dropit(keep=0.1, exact_first=False)"),
         Arm("DropIT, 4 bits", "dropit(bits=4, activation_bits=4)"),
         Arm("SBP", "sbp(keep=0.5)"),
     ),
