@@ -81,13 +81,14 @@ def _draws(model: nn.Module) -> list[Callable[[], Any]]:
     for applied in applied_to(model):
         back.append(_fields(applied.report, "rows", "before", "after"))
         for state in applied.states:
-            back += [_fields(state, "open", "key", "current", "grid", "seen", "ledger"), functools.partial(state.rewind, state.mark())]
+            passing = ("open", "key", "current", "grids", "asked", "ledger", "told", "account", "accounted")
+            back += [_fields(state, *passing), functools.partial(state.rewind, state.mark())]
     return back
 
 
 def _fields(of: Any, *names: str) -> Callable[[], Any]:
     """Puts back those of these fields that there are."""
-    before = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in of.__dict__.items() if k in names}
+    before = {k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in of.__dict__.items() if k in names}
     return lambda: of.__dict__.update(before)
 
 

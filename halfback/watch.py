@@ -102,10 +102,9 @@ def seed_of(seed: int, call: int, rank: int = 0) -> int:
 class Watch:
     """What the frames of one model share: whose weights are approximated, and who hears what is held."""
 
-    told = False  # is what the report says of a forward of the root?
-
     def __init__(self, model: nn.Module, method: Any, chosen: Sequence[str], report: Any):
         self._model = weakref.ref(model)
+        self.told = False  # is what the report says of a forward of the root?
         self.method, self.report = method, report
         self.chosen = frozenset(chosen)
         self.exact = not isinstance(method, DropIT)
@@ -134,7 +133,9 @@ class Watch:
         return {**state, "_model": self._model(), "weights": [p for ref in self.weights if (p := ref()) is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_model": weakref.ref(state["_model"]), "weights": [weakref.ref(p) for p in state["weights"]]})
+        self.__dict__.update(
+            {"told": False, **state, "_model": weakref.ref(state["_model"]), "weights": [weakref.ref(p) for p in state["weights"]]}
+        )
         self._reset()
 
     def set_keep(self, keep: float) -> None:

@@ -33,7 +33,7 @@ def test_other_data_of_the_same_size_are_refused(tmp_path, few, quick, monkeypat
         found[change] = found[change][::-1].copy()
         np.savez(tmp_path / "own.npz", **found)
         assert resumed(tmp_path / "a") == 2
-        assert "Give that data." in capsys.readouterr().err
+        assert "4 classes too, but other ones. Give that data." in capsys.readouterr().err
     (tmp_path / "own.npz").write_bytes(before)
     assert resumed(tmp_path / "a") == 0
 

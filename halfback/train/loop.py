@@ -381,8 +381,11 @@ class Training:
 
     def _load(self, tensors: dict[str, Tensor], state: dict[str, Any], place: Path) -> None:
         _check_same(self.settings, Settings.from_json(state["settings"]), place)
-        if not self._data_told().startswith(state.get("data", "")):  # older checkpoints know less of it, or nothing
-            raise Other(f"{place} was trained on {state['data']}; now {self.settings.data} has {self._data_told()}. Give that data.")
+        there, here = state.get("data", ""), self._data_told()
+        if not here.startswith(there):  # older checkpoints know less of it, or nothing
+            was, now = (text.partition(", content")[0] for text in (there, here))
+            other = " too, but other ones" if was == now else ""
+            raise Other(f"{place} was trained on {was}; now {self.settings.data} has {now}{other}. Give that data.")
         self._check_methods(state, place)
         self._fill(self.model, "model/", tensors, place)
         if self.averaged is not None:
