@@ -199,7 +199,7 @@ def test_an_id_is_safe_as_a_file_name():
         ({"seeds": ()}, "must be different whole numbers"),
         ({"seeds": (1, 1)}, r"seeds \(1, 1\) must be different"),
         ({"arms": (Arm("exact"), Arm("b", "lean", {"lr": -1.0}))}, "arm 'b': lr -1.0 must be above 0"),
-        ({"arms": (Arm("exact"), Arm("b", "lean", {"rate": 1.0}))}, "arm 'b' changes 'rate', which is no setting. Settings: model, weights, "),
+        ({"arms": (Arm("exact"), Arm("b", "lean", {"rate": 1.0}))}, "arm 'b' changes 'rate', which is no setting. Settings: model, "),
         ({"arms": ("exact",)}, r"arms has 'exact', which is no Arm; give Arm\(name, method\)"),
         ({"seeds": 3}, r"seeds is 3; give a tuple, as \(3,\)"),
         ({"base": {"epochs": 2}}, r"base is a dict; give Settings\(...\)"),
