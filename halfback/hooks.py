@@ -3,8 +3,8 @@
 NOTE [one draw a forward]
  1. Positions are drawn at the first chosen block that a forward enters, and kept until that forward ends.
  2. Inside a backward, nothing is drawn. A checkpointed block that splits a plain tensor again looks up what its forward drew, by the
-    checkpoint (drawn.py). Where it cannot be found (the forward ran without gradients, as reentrant checkpointing does, or in several
-    ways) it raises: another mask would be wrong, and silent.
+    checkpoint (drawn.py). Where it cannot be found (the forward ran without gradients, as reentrant checkpointing does, or it could be
+    one of several) it raises: another mask would be wrong, and silent.
  3. At the end of a forward the state is as it was before it, so that a compiled forward is traced once.
 """
 

@@ -65,6 +65,13 @@ def test_one_that_was_cut_goes_on_without_the_file(tmp_path, few, pretrained, mo
     assert not all(torch.equal(t, state_of(tmp_path / "other")[0][k]) for k, t in state_of(tmp_path / "whole")[0].items())
 
 
+def test_other_weights_are_another_training(tmp_path, few, pretrained, monkeypatch):
+    cut(settings(few, weights=str(pretrained), save_every=2), tmp_path / "cut", monkeypatch, 7)
+    for weights in (None, str(tmp_path / "others.safetensors")):
+        with pytest.raises(ValueError, match=r"has a training with other settings \(weights: "):
+            quiet(settings(few, weights=weights, save_every=2), tmp_path / "cut", resume=True)
+
+
 def test_tied_weights_are_there_under_one_name_and_nothing_of_them_is_fresh(tmp_path):
     save_file({"words.weight": torch.arange(15.0).view(5, 3)}, tmp_path / "w.safetensors")
     model = Tied()

@@ -12,20 +12,18 @@ Into --out, which is out/finetune/SET unless told:
 
 import argparse
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfback.train import Recipe
 from halfback.train.loop import train
+from halfback.train.recipes import load
 from halfback.train.sets import Part, load_set
 
 MAIN = {"cifar100": "vit_main", "fashion-mnist": "fashion"}  # the recipe whose settings it is pretrained with
 MODELS = {"cifar100": "vit-s4", "fashion-mnist": "experiments/fashion/vit.py:of_five_classes"}
-FIRST = {"fashion-mnist": {"optimizer": "adamw", "lr": 5e-3, "weight_decay": 0.05}}  # which that recipe's arms have, and not its base
 
 
 def half(part: Part, odd: bool) -> tuple[Tensor, Tensor]:
@@ -44,14 +42,6 @@ def split(name: str, root: str | None, out: Path) -> None:
         print(f"{out}/{file}.npz: {len(x)} to train on, {len(z)} to test, {1 + int(y.max())} classes")
 
 
-def recipe(name: str) -> Recipe:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / name / "recipe.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.RECIPE
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=MODELS)
@@ -62,7 +52,9 @@ def main() -> None:
     out = args.out or Path("out/finetune") / args.set
     split(args.set, args.root, out)
     own = {"model": MODELS[args.set], "data": str(out / "first.npz"), "root": None, "device": args.device, "best": True, "test_every": 1}
-    settings = dataclasses.replace(recipe(MAIN[args.set]).base, **FIRST.get(args.set, {}), **own)
+    recipe = load(Path(__file__).parents[1] / MAIN[args.set] / "recipe.py")
+    exact = next(a for a in recipe.arms if a.name.startswith("exact, class token"))
+    settings = dataclasses.replace(recipe.settings(exact, 0), **own)
     train(settings, out / "pretrained", resume=True)
     weights = load_file(out / "pretrained" / "best.safetensors")
     save_file({k: t for k, t in weights.items() if not k.startswith("head.")}, out / "body.safetensors")

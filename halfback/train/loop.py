@@ -213,8 +213,9 @@ class Training:
             few = " Batch norms want two samples or more: give a larger batch, or fewer parts (accumulate)." if self.micro == 1 else ""
             raise ValueError(f"model {self.settings.model!r} cannot be trained on {self.micro} at a time: {line_of(e)}{few}") from e
         finally:
-            for name, t in self.model.named_buffers():
-                t.copy_(before[name])
+            now = dict(self.model.named_buffers())
+            for name, t in before.items():
+                now[name].copy_(t)
 
     def _fullest(self) -> float:
         """The share of the training at which the methods' schedules keep the most."""

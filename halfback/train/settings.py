@@ -28,7 +28,6 @@ PARALLEL = ("ddp", "fsdp")
 WHOLE = {"compile": "compiled", "channels_last": "laid out in memory", "monitor": "compared"}  # what is done to whole weights or gradients
 PATHS = (
     "root",
-    "weights",
     "device",
     "parallel",
     "graphs",
