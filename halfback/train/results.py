@@ -356,8 +356,12 @@ def _listed(path: Path) -> list[str]:
     except ValueError as e:
         return ["–", "–", "", short(str(e), 90), ""]
     measured = _measured(judged(results_of(recipe, name_of(path), done, {"arms": {}}))) if done else ""
-    minutes = "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
-    return [f"{len(done)}/{len(recipe.runs())}", minutes, measured, short(recipe.title, 50), short(recipe.paper, 70)]
+    return [f"{len(done)}/{len(recipe.runs())}", takes(recipe), measured, short(recipe.title, 50), short(recipe.paper, 70)]
+
+
+def takes(recipe: Recipe) -> str:
+    """Minutes, and on what."""
+    return "–" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
 
 
 def _measured(results: Result) -> str:

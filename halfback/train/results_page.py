@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .figures import CURVES, FIGURE, MEMORY, by_memory, grouped
-from .recipes import EXPERIMENTS, JUDGED, Result, load, recipes
+from .recipes import EXPERIMENTS, JUDGED, Result, finished, load, recipes, runs_folders
 from .record import write_text
-from .results import collect, judged, table, with_interval
+from .results import collect, judged, table, takes, with_interval
 
 PAGE = Path("docs/results.md")
 HEADLINE = "headline.json"
@@ -126,9 +126,8 @@ def _waiting(experiments: Path, told: Collection[str]) -> list[str]:
     for path in recipes(experiments):
         name, recipe = path.parent.name, load(path)
         if name not in told:
-            done = len({p.stem for p in (path.parent / "runs").glob("*.json")} & {run.id for run in recipe.runs()})
-            minutes = "" if recipe.minutes is None else f"{recipe.minutes:g}" + (f", {recipe.on}" if recipe.on else "")
-            lines.append(f"| `{name}` | {_cell(recipe.title)} | {done} of {len(recipe.runs())} | {minutes} |")
+            done = len(finished(recipe, runs_folders(path, None)))
+            lines.append(f"| `{name}` | {_cell(recipe.title)} | {done} of {len(recipe.runs())} | {takes(recipe)} |")
     about = "Recipes of which no arm has two seeds: one seed tells nothing. `halfback reproduce NAME` runs them."
     head = ["| | | runs | minutes |", "| --- | --- | ---: | ---: |"]
     return ["\n\n".join(["## Not told yet", about, "\n".join([*head, *lines])]) + "\n"] if lines else []
